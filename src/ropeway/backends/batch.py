@@ -1,0 +1,100 @@
+"""The inputs of a step as arrays, and the protocol of a backend. Knows no scheduling, no text.
+
+Shapes use T tokens in the step, S sequences (rows of the plan), R rows whose logits are wanted, V vocabulary.
+Everything is ragged and flat; there is no padding in the interface. Indices are int32, offsets into storage int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTables:
+    """Where each sequence's cache blocks are, for one cache group.
+
+    Row s's table starts at block_ids[offsets[s]] and holds ceil(kv_lens[s] / block_size) ids. The storage belongs to the
+    runner and lives across steps, so a step does not copy tables; offsets replace a CSR indptr for that reason.
+    """
+
+    block_ids: Int32Array
+    offsets: Int64Array  # [S]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's forward pass.
+
+    token_ids[T], positions[T]; row s owns tokens query_indptr[s]:query_indptr[s+1], at consecutive positions that end at
+    kv_lens[s] - 1. kv_lens[S]: keys the row's last token sees, itself included. tables: one per cache group.
+    out_rows[R]: ascending indices into T whose logits are wanted.
+    """
+
+    token_ids: Int32Array
+    positions: Int32Array
+    query_indptr: Int32Array
+    kv_lens: Int32Array
+    tables: tuple[BlockTables, ...]
+    out_rows: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """How to draw one token from each of R rows of logits. Order of operations: design of the sampler in docs/architecture.md.
+
+    temperature[R] float32 (0 = greedy), top_k[R] int32 (0 = all), top_p[R], min_p[R] float32.
+    seed[R] uint64, index[R] int32 (of the sequence in its request), position[R] int32 (of the token being drawn):
+    the key and counter of the generator.
+    repetition_penalty[R], presence_penalty[R], frequency_penalty[R] float32.
+    history: token storage of the runner; row r's prompt is history[history_offsets[r]:][:num_prompt_tokens[r]], followed by
+    its output, num_tokens[r] in all. Read only for rows with a penalty.
+    bias_indptr[R+1] int32, bias_ids, bias_values: additions to logits. banned_indptr[R+1], banned_ids: masked out.
+    """
+
+    temperature: Float32Array
+    top_k: Int32Array
+    top_p: Float32Array
+    min_p: Float32Array
+    seed: npt.NDArray[np.uint64]
+    index: Int32Array
+    position: Int32Array
+    repetition_penalty: Float32Array
+    presence_penalty: Float32Array
+    frequency_penalty: Float32Array
+    history: Int32Array
+    history_offsets: Int64Array
+    num_prompt_tokens: Int32Array
+    num_tokens: Int32Array
+    bias_indptr: Int32Array
+    bias_ids: Int32Array
+    bias_values: Float32Array
+    banned_indptr: Int32Array
+    banned_ids: Int32Array
+
+
+class Backend(Protocol):
+    """A Program made executable, with its KV pool. Not thread-safe: one caller at a time.
+
+    `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change them in place.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_kv_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def forward(self, batch: ForwardBatch) -> Float32Array: ...
+
+    def sample(self, logits: Float32Array, batch: SampleBatch) -> Int32Array: ...

@@ -1,0 +1,121 @@
+"""What a client asks for: `SamplingParams` and `Request`. Knows nothing of text, models or scheduling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ropeway.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, and when to end. Spelled as in vLLM; validated on construction.
+
+    n: sequences generated for the one prompt.
+    max_tokens: most tokens generated; None means as many as the effective context allows.
+    min_tokens: the ids that end a sequence are masked until this many tokens were generated.
+    temperature: 0 is greedy (then top_k, top_p and min_p have no effect).
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
+    min_p: keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
+    seed: of the counter-based generator; None draws one on arrival.
+    repetition_penalty: over prompt and output (CTRL, Keskar et al. 2019); presence and frequency: over the output.
+    logit_bias: token id -> addend to its logit.
+    stop: texts that end the sequence; not part of the answer.
+    stop_token_ids: ids that end the sequence, beside the model's own.
+    ignore_eos: the model's own end tokens do not end the sequence.
+
+    Raises InvalidRequestError with the field's name for a value out of range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
+        _check_int("n", self.n, low=1, high=128)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1)
+        _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
+        _check_float("temperature", self.temperature, low=0.0, high=100.0)
+        _check_int("top_k", self.top_k, low=0)
+        _check_float("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
+        _check_float("min_p", self.min_p, low=0.0, high=1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=-(2**63), high=MAX_SEED)
+        _check_float("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_is_open=True)
+        _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token_id, low=0)
+            _check_float("logit_bias", bias, low=-100.0, high=100.0)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(f"stop must hold non-empty strings, not {text!r}", param="stop")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, low=0)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", param="ignore_eos")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One accepted request; immutable. Everything that decides its tokens is in here.
+
+    max_tokens: resolved against the effective context, so len(prompt) + max_tokens always fits it.
+    seed: resolved, 0..2**64-1. Sequence i of the request draws with the key (seed, i).
+    stop_token_ids: every id that ends a sequence: the caller's, and the model's own unless ignore_eos.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, not {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        raise InvalidRequestError(f"{name} must be {_span(low, high)}, not {value}", param=name)
+
+
+def _check_float(name: str, value: object, *, low: float, high: float, low_is_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}", param=name)
+    if not low <= value <= high or (low_is_open and value == low):
+        span = f"above {low:g} and at most {high:g}" if low_is_open else _span(low, high)
+        raise InvalidRequestError(f"{name} must be {span}, not {value:g}", param=name)
+
+
+def _span(low: float, high: float | None) -> str:
+    return f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"

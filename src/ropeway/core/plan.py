@@ -1,0 +1,75 @@
+"""The messages between scheduler, runner and engine: plain data in columns. Owns no behaviour beyond counting.
+
+One row per scheduled sequence; a plan never carries token values, so it can be logged, replayed and sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ropeway.core.params import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrants:
+    """Blocks newly granted to the rows of a plan, for one cache group.
+
+    block_ids[indptr[s]:indptr[s+1]] are appended, in order, to row s's block table. len(indptr) == S + 1.
+    """
+
+    indptr: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes. S rows, decodes first.
+
+    sequence_ids[S]: which sequence each row is; no sequence has two rows.
+    starts[S]: num_computed_tokens before the step: the position of the row's first token.
+    num_tokens[S]: tokens the row computes, at positions starts[s] .. starts[s] + num_tokens[s] - 1.
+    is_sampled[S]: the row reaches the sequence's last known token, so its logits are sampled.
+    grants: one per cache group.
+    preempted_ids: lost every block since the previous plan; the runner clears their block rows, keeps their tokens.
+    finished_ids: ended since the previous plan; the runner forgets them.
+    """
+
+    step_id: int
+    sequence_ids: tuple[int, ...]
+    starts: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    is_sampled: tuple[bool, ...]
+    grants: tuple[BlockGrants, ...]
+    preempted_ids: tuple[int, ...] = ()
+    finished_ids: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sequence_ids)
+
+    @property
+    def total_num_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled: token_ids[i] continues sequence_ids[i]. The rows with is_sampled, in plan order."""
+
+    step_id: int
+    sequence_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+class SequenceEvent(NamedTuple):
+    """News of one sequence. Exactly one event per sequence has a finish_reason, and it is the last.
+
+    index: of the sequence within its request (0..n-1). token_ids: newly generated, in order; the stop token, where one
+    ended the sequence, is included. num_tokens in a `stop` by text is settled by the text side.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
