@@ -21,8 +21,8 @@ Float32Array = npt.NDArray[np.float32]
 class BlockTables:
     """Where each sequence's cache blocks are, for one cache group.
 
-    Row s's table starts at block_ids[offsets[s]] and holds ceil(kv_lens[s] / block_size) ids. The storage belongs to the
-    runner and lives across steps, so a step does not copy tables; offsets replace a CSR indptr for that reason.
+    Row s's table starts at block_ids[offsets[s]] and holds ceil(kv_lens[s] / block_size) ids. The storage belongs to
+    the runner and lives across steps, so a step does not copy tables; offsets replace a CSR indptr for that reason.
     """
 
     block_ids: Int32Array
@@ -33,8 +33,8 @@ class BlockTables:
 class ForwardBatch:
     """One step's forward pass.
 
-    token_ids[T], positions[T]; row s owns tokens query_indptr[s]:query_indptr[s+1], at consecutive positions that end at
-    kv_lens[s] - 1. kv_lens[S]: keys the row's last token sees, itself included. tables: one per cache group.
+    token_ids[T], positions[T]; row s owns tokens query_indptr[s]:query_indptr[s+1], at consecutive positions that end
+    at kv_lens[s] - 1. kv_lens[S]: keys the row's last token sees, itself included. tables: one per cache group.
     out_rows[R]: ascending indices into T whose logits are wanted.
     """
 
@@ -48,14 +48,14 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """How to draw one token from each of R rows of logits. Order of operations: design of the sampler in docs/architecture.md.
+    """How to draw one token from each of R rows of logits; docs/architecture.md has the order of operations.
 
     temperature[R] float32 (0 = greedy), top_k[R] int32 (0 = all), top_p[R], min_p[R] float32.
     seed[R] uint64, index[R] int32 (of the sequence in its request), position[R] int32 (of the token being drawn):
     the key and counter of the generator.
     repetition_penalty[R], presence_penalty[R], frequency_penalty[R] float32.
-    history: token storage of the runner; row r's prompt is history[history_offsets[r]:][:num_prompt_tokens[r]], followed by
-    its output, num_tokens[r] in all. Read only for rows with a penalty.
+    history: token storage of the runner; row r's prompt is history[history_offsets[r]:][:num_prompt_tokens[r]],
+    followed by its output, num_tokens[r] in all. Read only for rows with a penalty.
     bias_indptr[R+1] int32, bias_ids, bias_values: additions to logits. banned_indptr[R+1], banned_ids: masked out.
     """
 

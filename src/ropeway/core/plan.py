@@ -6,7 +6,6 @@ One row per scheduled sequence; a plan never carries token values, so it can be 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ropeway.core.params import FinishReason
 
@@ -62,7 +61,8 @@ class StepResult:
     token_ids: tuple[int, ...]
 
 
-class SequenceEvent(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
     """News of one sequence. Exactly one event per sequence has a finish_reason, and it is the last.
 
     index: of the sequence within its request (0..n-1). token_ids: newly generated, in order; the stop token, where one

@@ -1,9 +1,9 @@
 """A model as a Program: a short list of ops over named buffers. Backends execute it; architectures write it.
 
-Shapes use T tokens in the step, R selected rows, and the widths of the model. A buffer is a float32 matrix with one row per
-token (or per selected row after `SelectRows`); an op names the buffers it reads and the one it writes. Weights are named; a
-weight's logical axes (`embed`, `heads`, `kv_heads`, `ff`, `vocab`) say what may be sharded or fused, and are the backend's
-business. q, k, v, gate and up stay separate linears: fusing them is a pass of a backend.
+Shapes use T tokens in the step, R selected rows, and the widths of the model. A buffer is a float32 matrix with one
+row per token (or per selected row after `SelectRows`); an op names the buffers it reads and the one it writes.
+Weights are named; a weight's logical axes (`embed`, `heads`, `kv_heads`, `ff`, `vocab`) say what may be sharded or
+fused, and are the backend's business. q, k, v, gate and up stay separate linears: fusing them is a pass of a backend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Axis = Literal["embed", "heads", "kv_heads", "ff", "vocab", "head_dim"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A named tensor, row-major: shape[0] outputs (or rows), shape[1] inputs. `name` is the tensor's name in the model file."""
+    """A tensor by its name in the model file. Row-major: shape[0] outputs (or rows), shape[1] inputs."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,8 +25,10 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share one block table. `full` keeps every position. One K and one V row of width num_kv_heads x head_dim
-    per token and layer."""
+    """Layers that share one block table; `full` keeps every position.
+
+    One K and one V row of width num_kv_heads x head_dim per token and layer.
+    """
 
     layers: tuple[int, ...]
     num_kv_heads: int
@@ -66,8 +68,8 @@ class Linear:
 class Rope:
     """Rotates x in place, per head of width head_dim, over its first `rotary_dim` entries (RoFormer, Su et al. 2021).
 
-    Pair i turns by position * base^(-2i / rotary_dim) / freq_factors[i]. `interleaved`: pair i is entries (2i, 2i+1), as GGUF
-    stores Llama; `half`: entries (i, i + rotary_dim/2).
+    Pair i turns by position * base^(-2i / rotary_dim) / freq_factors[i]. `interleaved`: pair i is entries (2i, 2i+1),
+    as GGUF stores Llama; `half`: entries (i, i + rotary_dim/2).
     """
 
     x: str

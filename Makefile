@@ -1,0 +1,42 @@
+# `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
+.PHONY: help setup serve test lint format oracle wheel clean
+.DEFAULT_GOAL := help
+
+ROPEWAY = .venv/bin/ropeway
+PYTHON_VENV = .venv/bin/python
+NATIVE_SOURCES = $(shell find native -name '*.h' -o -name '*.cpp')
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
+
+serve: ## set up, fetch the default model, serve it on 127.0.0.1:8000 (ARGS="--port 9000" adds flags)
+	@scripts/setup.sh run
+	@echo "4/4 server"
+	@scripts/env.sh $(ROPEWAY) serve $(ARGS)
+
+test: ## set up and run the tests (ARGS="-k sampler" adds pytest arguments)
+	@scripts/setup.sh dev
+	@echo "4/4 tests"
+	@scripts/env.sh $(PYTHON_VENV) -m pytest $(ARGS)
+
+setup: ## environment, native build and model, for development
+	@scripts/setup.sh dev
+
+lint: ## ruff, mypy, clang-format: check only
+	@scripts/setup.sh dev build
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/clang-format --dry-run --Werror $(NATIVE_SOURCES)
+	.venv/bin/mypy
+
+format: ## rewrite sources in the house format
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(NATIVE_SOURCES)
+
+wheel: ## a wheel for any x86-64, in dist/
+	@scripts/setup.sh dev build
+	.venv/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+clean: ## forget the environment and every build
+	rm -rf .venv build dist
