@@ -80,6 +80,17 @@ class SampleBatch:
     banned_ids: Int32Array
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What was drawn: token_ids[R] int32, is_failed[R] bool.
+
+    A row fails, and its token id means nothing, if its logits hold a NaN or leave no token to draw (all are -inf).
+    """
+
+    token_ids: Int32Array
+    is_failed: npt.NDArray[np.bool_]
+
+
 class Backend(Protocol):
     """A Program made executable, with its KV pool. Not thread-safe: one caller at a time.
 
@@ -97,4 +108,4 @@ class Backend(Protocol):
 
     def forward(self, batch: ForwardBatch) -> Float32Array: ...
 
-    def sample(self, logits: Float32Array, batch: SampleBatch) -> Int32Array: ...
+    def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples: ...

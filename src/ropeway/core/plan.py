@@ -54,11 +54,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled: token_ids[i] continues sequence_ids[i]. The rows with is_sampled, in plan order."""
+    """What a step sampled: token_ids[i] continues sequence_ids[i]. The rows with is_sampled, in plan order.
+
+    failed_sequence_ids: sampled rows that had no token to draw (their logits hold a NaN, or every token is masked).
+    They are not in sequence_ids, and each ends with finish_reason `error`.
+    """
 
     step_id: int
     sequence_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+    failed_sequence_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
