@@ -8,7 +8,7 @@ fused, and are the backend's business. q, k, v, gate and up stay separate linear
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Axis = Literal["embed", "heads", "kv_heads", "ff", "vocab", "head_dim"]
@@ -68,8 +68,8 @@ class Linear:
 class Rope:
     """Rotates x in place, per head of width head_dim, over its first `rotary_dim` entries (RoFormer, Su et al. 2021).
 
-    Pair i turns by position * base^(-2i / rotary_dim) / freq_factors[i]. `interleaved`: pair i is entries (2i, 2i+1),
-    as GGUF stores Llama; `half`: entries (i, i + rotary_dim/2).
+    Pair i turns by position / position_divisor * base^(-2i / rotary_dim) / freq_factors[i]. `interleaved`: pair i is
+    entries (2i, 2i+1), as GGUF stores Llama; `half`: entries (i, i + rotary_dim/2).
     """
 
     x: str
@@ -79,6 +79,7 @@ class Rope:
     base: float
     pairing: Literal["interleaved", "half"]
     freq_factors: Weight | None = None  # [rotary_dim / 2]
+    position_divisor: float = 1.0  # linear scaling (Chen et al. 2023)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +156,14 @@ class Program:
     cache_groups: tuple[CacheGroup, ...]
     vocab_size: int
     context_length: int
+
+    @property
+    def weights(self) -> dict[str, Weight]:
+        """Every weight that the ops read, by name, in the order of first use."""
+        found: dict[str, Weight] = {}
+        for op in self.ops:
+            for field in fields(op):
+                value = getattr(op, field.name)
+                if isinstance(value, Weight):
+                    found.setdefault(value.name, value)
+        return found
