@@ -1,0 +1,1 @@
+"""Submit, abort and step over token ids: the engine, its runner, and the thread that drives them."""

@@ -1,0 +1,285 @@
+"""The runner: turns a `StepPlan` into a `ForwardBatch` and a `SampleBatch`, runs the backend, returns a `StepResult`.
+
+It owns the token row and the block-table rows of every sequence that has run, in storage that lives across steps, and
+feeds its own samples back into them. Knows arrays; knows nothing of scheduling, text or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ropeway.backends.batch import Backend, BlockTables, ForwardBatch, Int32Array, Int64Array, SampleBatch
+from ropeway.core.params import Request
+from ropeway.core.plan import BlockGrants, StepPlan, StepResult
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+# The rows of the columns that hold a sequence's sampling parameters, one column per slot.
+_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY, _NUM_FLOATS = range(7)
+_TOP_K, _INDEX, _NUM_PROMPT, _NUM_INTS = range(4)
+
+_NO_IDS = np.zeros(0, dtype=np.int32)
+_NO_VALUES = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenLists:
+    """The per-token parameters of one sequence, for the few that have any.
+
+    stop_token_ids are masked while fewer than min_tokens were generated.
+    """
+
+    bias_ids: Int32Array
+    bias_values: npt.NDArray[np.float32]
+    stop_token_ids: Int32Array
+    min_tokens: int
+
+
+class Runner:
+    """Executes plans on a backend. One caller at a time; `launch` and `collect` alternate.
+
+    max_num_seqs: slots allocated at the start; more are added when more sequences have run and not ended, as preemption
+    allows. max_model_len: most tokens of a sequence, prompt and output. num_cache_groups: block tables per sequence.
+    """
+
+    def __init__(self, backend: Backend, *, max_num_seqs: int, max_model_len: int, num_cache_groups: int = 1) -> None:
+        self._backend = backend
+        self._row_tokens = max_model_len
+        self._row_blocks = -(-max_model_len // backend.block_size)
+        self._pending: dict[int, tuple[Request, int]] = {}  # added, never scheduled: no slot yet
+        self._slot_of: dict[int, int] = {}
+        self._free_slots: list[int] = []
+        self._token_lists: dict[int, _TokenLists] = {}  # by slot
+        self._result: StepResult | None = None
+
+        # Storage by slot. Rows are not cleared: what counts is below num_tokens and num_blocks, and untouched pages
+        # of a long context cost no memory.
+        self._tokens: Int32Array = np.empty((0, self._row_tokens), dtype=np.int32)
+        self._blocks: list[Int32Array] = [np.empty((0, self._row_blocks), dtype=np.int32)] * num_cache_groups
+        self._num_blocks: Int32Array = np.empty((num_cache_groups, 0), dtype=np.int32)
+        self._num_tokens: Int32Array = np.empty(0, dtype=np.int32)
+        self._floats: npt.NDArray[np.float32] = np.empty((_NUM_FLOATS, 0), dtype=np.float32)
+        self._ints: Int32Array = np.empty((_NUM_INTS, 0), dtype=np.int32)
+        self._seeds: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+        self._grow(max_num_seqs)
+
+    def add(self, sequence_id: int, request: Request, index: int) -> None:
+        """Makes a sequence known: number `index` of `request`. It takes storage when a plan first schedules it."""
+        assert sequence_id not in self._pending and sequence_id not in self._slot_of, f"sequence {sequence_id} is known"
+        self._pending[sequence_id] = (request, index)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Runs one step: applies what the plan says changed, computes its rows, draws and feeds back their tokens."""
+        assert self._result is None, f"step {plan.step_id} launched before the last result was collected"
+        for sequence_id in plan.preempted_ids:
+            self._num_blocks[:, self._slot_of[sequence_id]] = 0
+        for sequence_id in plan.finished_ids:
+            self._forget(sequence_id)
+        slots = np.array([self._slot(sequence_id) for sequence_id in plan.sequence_ids], dtype=np.int64)
+        for group, grants in enumerate(plan.grants):
+            self._apply(group, grants, slots)
+
+        batch = self._forward_batch(plan, slots)
+        logits = self._backend.forward(batch)
+        sampled = np.flatnonzero(plan.is_sampled)
+        if len(sampled) == 0:
+            self._result = StepResult(plan.step_id, (), ())
+            return
+        sampled_slots = slots[sampled]
+        assert np.array_equal(batch.kv_lens[sampled], self._num_tokens[sampled_slots]), "a sampled row ends too early"
+        samples = self._backend.sample(logits, self._sample_batch(sampled_slots))
+        sequence_ids = [plan.sequence_ids[row] for row in sampled.tolist()]
+        self._result = self._feed_back(plan.step_id, sequence_ids, sampled_slots, samples.token_ids, samples.is_failed)
+
+    def collect(self) -> StepResult:
+        """The result of the step launched last; each result is collected once."""
+        result = self._result
+        assert result is not None, "nothing was launched"
+        self._result = None
+        return result
+
+    def token_ids(self, sequence_id: int) -> tuple[int, ...]:
+        """Every token of a sequence that has run: its prompt, then what was drawn."""
+        slot = self._slot_of[sequence_id]
+        return tuple(self._tokens[slot, : self._num_tokens[slot]].tolist())
+
+    @property
+    def num_slots_used(self) -> int:
+        return len(self._slot_of)
+
+    def _slot(self, sequence_id: int) -> int:
+        """The slot of a sequence; one that is scheduled for the first time gets its own."""
+        slot = self._slot_of.get(sequence_id)
+        if slot is not None:
+            return slot
+        request, index = self._pending.pop(sequence_id)
+        if not self._free_slots:
+            self._grow(2 * len(self._num_tokens))
+        slot = self._slot_of[sequence_id] = self._free_slots.pop()
+        num_prompt, params = len(request.prompt_token_ids), request.params
+        assert num_prompt + request.max_tokens <= self._row_tokens, f"sequence {sequence_id} exceeds the context"
+        self._tokens[slot, :num_prompt] = request.prompt_token_ids
+        self._num_tokens[slot] = num_prompt
+        self._num_blocks[:, slot] = 0
+        self._seeds[slot] = request.seed
+        self._ints[:, slot] = (params.top_k, index, num_prompt)
+        self._floats[:, slot] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        if params.logit_bias or (params.min_tokens and request.stop_token_ids):
+            bias = params.logit_bias or {}
+            self._token_lists[slot] = _TokenLists(
+                bias_ids=np.array(list(bias.keys()), dtype=np.int32),
+                bias_values=np.array(list(bias.values()), dtype=np.float32),
+                stop_token_ids=np.array(sorted(request.stop_token_ids), dtype=np.int32),
+                min_tokens=params.min_tokens,
+            )
+        return slot
+
+    def _forget(self, sequence_id: int) -> None:
+        if self._pending.pop(sequence_id, None) is not None:
+            return
+        slot = self._slot_of.pop(sequence_id)
+        self._token_lists.pop(slot, None)
+        self._free_slots.append(slot)
+
+    def _grow(self, num_slots: int) -> None:
+        """Enlarges every array; no batch of an earlier step is in use."""
+        first = len(self._num_tokens)
+        self._tokens = _enlarged(self._tokens, 0, num_slots)
+        self._blocks = [_enlarged(blocks, 0, num_slots) for blocks in self._blocks]
+        self._num_blocks = _enlarged(self._num_blocks, 1, num_slots)
+        self._num_tokens = _enlarged(self._num_tokens, 0, num_slots)
+        self._floats = _enlarged(self._floats, 1, num_slots)
+        self._ints = _enlarged(self._ints, 1, num_slots)
+        self._seeds = _enlarged(self._seeds, 0, num_slots)
+        self._free_slots.extend(reversed(range(first, num_slots)))
+
+    def _apply(self, group: int, grants: BlockGrants, slots: Int64Array) -> None:
+        """Appends the granted blocks to the table rows."""
+        if not grants.block_ids:
+            return
+        indptr = np.array(grants.indptr, dtype=np.int64)
+        counts = np.diff(indptr)
+        num_blocks = self._num_blocks[group, slots]
+        assert (num_blocks + counts).max() <= self._row_blocks, (
+            "a sequence was granted more blocks than its context holds"
+        )
+        first = slots * self._row_blocks + num_blocks - indptr[:-1]
+        self._blocks[group].reshape(-1)[np.repeat(first, counts) + np.arange(indptr[-1])] = grants.block_ids
+        self._num_blocks[group, slots] = num_blocks + counts
+
+    def _forward_batch(self, plan: StepPlan, slots: Int64Array) -> ForwardBatch:
+        num_tokens = np.array(plan.num_tokens, dtype=np.int32)
+        starts = np.array(plan.starts, dtype=np.int32)
+        kv_lens = starts + num_tokens
+        query_indptr = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(num_tokens, out=query_indptr[1:])
+        assert (kv_lens <= self._num_tokens[slots]).all(), "a row computes tokens that are not known yet"
+        assert (kv_lens <= self._num_blocks[:, slots] * self._backend.block_size).all(), "a row lacks blocks"
+
+        within = np.arange(query_indptr[-1], dtype=np.int32)
+        positions = np.repeat(starts - query_indptr[:-1], num_tokens) + within
+        token_index = np.repeat(slots * self._row_tokens, num_tokens) + positions
+        return ForwardBatch(
+            token_ids=self._tokens.reshape(-1)[token_index],
+            positions=positions,
+            query_indptr=query_indptr,
+            kv_lens=kv_lens,
+            tables=tuple(BlockTables(blocks.reshape(-1), slots * self._row_blocks) for blocks in self._blocks),
+            out_rows=query_indptr[1:][np.array(plan.is_sampled, dtype=np.bool_)] - 1,
+        )
+
+    def _sample_batch(self, slots: Int64Array) -> SampleBatch:
+        floats = self._floats.take(slots, axis=1)
+        ints = self._ints.take(slots, axis=1)
+        num_tokens = self._num_tokens[slots]
+        biases, values, banned = self._lists_of(slots, num_tokens - ints[_NUM_PROMPT])
+        bias_indptr, bias_ids = _csr(biases, len(slots))
+        banned_indptr, banned_ids = _csr(banned, len(slots))
+        return SampleBatch(
+            temperature=floats[_TEMPERATURE],
+            top_k=ints[_TOP_K],
+            top_p=floats[_TOP_P],
+            min_p=floats[_MIN_P],
+            seed=self._seeds[slots],
+            index=ints[_INDEX],
+            position=num_tokens,
+            repetition_penalty=floats[_REPETITION],
+            presence_penalty=floats[_PRESENCE],
+            frequency_penalty=floats[_FREQUENCY],
+            history=self._tokens.reshape(-1),
+            history_offsets=slots * self._row_tokens,
+            num_prompt_tokens=ints[_NUM_PROMPT],
+            num_tokens=num_tokens,
+            bias_indptr=bias_indptr,
+            bias_ids=bias_ids,
+            bias_values=np.concatenate(values) if values else _NO_VALUES,
+            banned_indptr=banned_indptr,
+            banned_ids=banned_ids,
+        )
+
+    def _lists_of(
+        self, slots: Int64Array, num_generated: Int32Array
+    ) -> tuple[dict[int, Int32Array], list[npt.NDArray[np.float32]], dict[int, Int32Array]]:
+        """Biased ids by row, their values in the same order, and masked ids by row; only of rows that have any."""
+        biases: dict[int, Int32Array] = {}
+        values: list[npt.NDArray[np.float32]] = []
+        banned: dict[int, Int32Array] = {}
+        if self._token_lists:
+            for row, slot in enumerate(slots.tolist()):
+                entry = self._token_lists.get(slot)
+                if entry is None:
+                    continue
+                biases[row] = entry.bias_ids
+                values.append(entry.bias_values)
+                if num_generated[row] < entry.min_tokens:
+                    banned[row] = entry.stop_token_ids
+        return biases, values, banned
+
+    def _feed_back(
+        self,
+        step_id: int,
+        sequence_ids: list[int],
+        slots: Int64Array,
+        token_ids: Int32Array,
+        is_failed: npt.NDArray[np.bool_],
+    ) -> StepResult:
+        """Appends the drawn tokens to their rows; a failed row keeps what it had."""
+        failed_ids: tuple[int, ...] = ()
+        if is_failed.any():
+            is_drawn = ~is_failed
+            failed_ids = tuple(i for i, failed in zip(sequence_ids, is_failed.tolist(), strict=True) if failed)
+            sequence_ids = [i for i, drawn in zip(sequence_ids, is_drawn.tolist(), strict=True) if drawn]
+            slots, token_ids = slots[is_drawn], token_ids[is_drawn]
+        self._tokens[slots, self._num_tokens[slots]] = token_ids
+        self._num_tokens[slots] += 1
+        return StepResult(step_id, tuple(sequence_ids), tuple(token_ids.tolist()), failed_ids)
+
+
+def _enlarged(array: npt.NDArray[_Scalar], axis: int, length: int) -> npt.NDArray[_Scalar]:
+    """A copy of `array` with room for `length` entries along `axis`; the new entries are not initialised."""
+    shape = list(array.shape)
+    shape[axis] = length
+    larger = np.empty(shape, dtype=array.dtype)
+    larger[tuple(slice(n) for n in array.shape)] = array
+    return larger
+
+
+def _csr(ids_by_row: dict[int, Int32Array], num_rows: int) -> tuple[Int32Array, Int32Array]:
+    """Row offsets and concatenated ids, of rows in ascending order; rows that are not keys are empty."""
+    indptr = np.zeros(num_rows + 1, dtype=np.int32)
+    if not ids_by_row:
+        return indptr, _NO_IDS
+    for row, ids in ids_by_row.items():
+        indptr[row + 1] = len(ids)
+    return np.cumsum(indptr, dtype=np.int32), np.concatenate(list(ids_by_row.values()))
