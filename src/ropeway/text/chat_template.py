@@ -1,0 +1,233 @@
+"""A model's chat template: messages to one prompt text, through a sandboxed Jinja2.
+
+Owns what a template may see and do. A template comes with the model file, so it is treated as a stranger's
+program: it can reach no attribute that the sandbox calls unsafe and cannot change the messages, its source and its
+output are bounded, and so are `range()` and products of texts. A template that loops long without writing anything
+is not cut short. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ropeway.errors import InvalidRequestError, ModelFileError
+
+MAX_SOURCE_CHARS = 1_000_000
+MAX_OUTPUT_CHARS = 16_000_000
+
+
+class _TemplateRefusal(Exception):
+    """A template called raise_exception(): the messages are not what it can render."""
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    source: Jinja2; None for a model that has none: rendering then fails with the remedy.
+    bos_token, eos_token: texts that the template may refer to.
+    clock: seconds since the epoch, for templates that tell the model today's date.
+
+    Raises ModelFileError for a source that does not compile.
+    """
+
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.source = source
+        self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._template = None if source is None else _compile(source, clock)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, object], *, clock: Callable[[], float] = time.time) -> ChatTemplate:
+        """The template that a GGUF file carries, if it carries one.
+
+        Raises ModelFileError for metadata of the wrong type or a template that does not compile.
+        """
+        source = metadata.get("tokenizer.chat_template")
+        if source is not None and not isinstance(source, str):
+            raise ModelFileError(f"tokenizer.chat_template must be a string, not {type(source).__name__}")
+        return cls(
+            source,
+            bos_token=_special_token_text(metadata, "bos"),
+            eos_token=_special_token_text(metadata, "eos"),
+            clock=clock,
+        )
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt for `messages`, each with a role and a content: a string, or OpenAI's list of parts, of which
+        only text is accepted.
+
+        add_generation_prompt: end with the beginning of the assistant's answer.
+
+        Raises InvalidRequestError for messages that are malformed or that the template refuses, and for a model
+        without template.
+        """
+        plain = [_plain_message(message, index) for index, message in enumerate(_checked_list(messages))]
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; send a plain prompt to /v1/completions (LLM.generate) instead"
+            )
+        variables: dict[str, object] = {
+            "messages": plain,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+        }
+        pieces, num_chars = [], 0
+        try:
+            for piece in self._template.generate(variables):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > MAX_OUTPUT_CHARS:
+                    raise InvalidRequestError(f"the chat template wrote more than {MAX_OUTPUT_CHARS} characters")
+        except _TemplateRefusal as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from None
+        except InvalidRequestError:
+            raise
+        except SecurityError as error:
+            raise InvalidRequestError(
+                f"the model's chat template does something that is not allowed: {error}"
+            ) from error
+        except Exception as error:  # a template is a program: whatever it raises, these messages cannot be rendered
+            raise InvalidRequestError(
+                f"the model's chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
+            ) from error
+        return "".join(pieces)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training: here the mark is ignored,
+    the text kept.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with bounds on the operators that make something huge out of something small."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise SecurityError("powers")
+        if operator == "*":
+            size = _product_size(left, right)
+            if size is not None and size > MAX_OUTPUT_CHARS:
+                raise SecurityError(f"a text or list repeated to {size} items")
+        if operator == "%" and isinstance(left, str):
+            raise SecurityError("formatting with %")
+        return super().call_binop(context, operator, left, right)
+
+
+def _product_size(left: Any, right: Any) -> int | None:
+    if isinstance(left, int) and isinstance(right, str | list | tuple):
+        left, right = right, left
+    return len(left) * right if isinstance(left, str | list | tuple) and isinstance(right, int) else None
+
+
+def _compile(source: str, clock: Callable[[], float]) -> jinja2.Template:
+    if len(source) > MAX_SOURCE_CHARS:
+        raise ModelFileError(f"tokenizer.chat_template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
+    # Without the optimizer: it evaluates constant expressions at compile time, where no bound is enforced.
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationTag, LoopControlExtension]
+    )
+
+    def strftime_now(pattern: str) -> str:
+        return time.strftime(pattern, time.localtime(clock()))
+
+    environment.filters["tojson"] = _tojson
+    for name in ("lipsum", "cycler", "joiner"):
+        del environment.globals[name]
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
+        raise ModelFileError(f"tokenizer.chat_template does not compile: {type(error).__name__}: {error}") from error
+
+
+def _raise_exception(message: str) -> None:
+    raise _TemplateRefusal(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as templates expect it: unlike Jinja's own filter it escapes nothing for HTML and keeps the order of
+    keys.
+    """
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _special_token_text(metadata: Mapping[str, object], name: str) -> str:
+    tokens, token_id = metadata.get("tokenizer.ggml.tokens"), metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if not isinstance(tokens, list) or not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        return ""
+    return str(tokens[token_id])
+
+
+def _checked_list(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(messages, list | tuple):
+        raise InvalidRequestError(f"messages must be a list, not {type(messages).__name__}", param="messages")
+    if not messages:
+        raise InvalidRequestError("messages must hold at least one message", param="messages")
+    return messages
+
+
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A copy of the message with its content as one string."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{where} must be an object, not {type(message).__name__}", param="messages")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(f"{where}.role must be a non-empty string, not {role!r}", param="messages")
+    return {**message, "content": _plain_content(message.get("content"), where)}
+
+
+def _plain_content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{where}.content must be a string or a list of parts, not {type(content).__name__}", param="messages"
+        )
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise InvalidRequestError(
+                f"{where}.content[{index}] has type {kind!r}; only 'text' parts are supported", param="messages"
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{where}.content[{index}].text must be a string", param="messages")
+        texts.append(part["text"])
+    return "".join(texts)
