@@ -32,6 +32,10 @@ class StepPlan:
     grants: one per cache group.
     preempted_ids: lost every block since the previous plan; the runner clears their block rows, keeps their tokens.
     finished_ids: ended since the previous plan; the runner forgets them.
+
+    A token sampled by row s takes position starts[s] + num_tokens[s]; where the runner has one there (padding rows of a
+    static batch), it is the same. The runner clears and forgets before it applies grants; after a failed step its
+    preempted_ids and finished_ids come again, and a sequence the runner does not know may be named: both are harmless.
     """
 
     step_id: int

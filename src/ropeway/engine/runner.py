@@ -76,7 +76,8 @@ class Runner:
         """Runs one step: applies what the plan says changed, computes its rows, draws and feeds back their tokens."""
         assert self._result is None, f"step {plan.step_id} launched before the last result was collected"
         for sequence_id in plan.preempted_ids:
-            self._num_blocks[:, self._slot_of[sequence_id]] = 0
+            if sequence_id in self._slot_of:  # repeated after a failed step, it may be forgotten already
+                self._num_blocks[:, self._slot_of[sequence_id]] = 0
         for sequence_id in plan.finished_ids:
             self._forget(sequence_id)
         slots = np.array([self._slot(sequence_id) for sequence_id in plan.sequence_ids], dtype=np.int64)
@@ -90,7 +91,10 @@ class Runner:
             self._result = StepResult(plan.step_id, (), ())
             return
         sampled_slots = slots[sampled]
-        assert np.array_equal(batch.kv_lens[sampled], self._num_tokens[sampled_slots]), "a sampled row ends too early"
+        # A padding row of a static batch ends one token early, and draws its last token again.
+        kv_lens = batch.kv_lens[sampled]
+        assert (self._num_tokens[sampled_slots] - kv_lens <= 1).all(), "a sampled row ends too early"
+        self._num_tokens[sampled_slots] = kv_lens
         samples = self._backend.sample(logits, self._sample_batch(sampled_slots))
         sequence_ids = [plan.sequence_ids[row] for row in sampled.tolist()]
         self._result = self._feed_back(plan.step_id, sequence_ids, sampled_slots, samples.token_ids, samples.is_failed)
@@ -148,7 +152,9 @@ class Runner:
     def _forget(self, sequence_id: int) -> None:
         if self._pending.pop(sequence_id, None) is not None:
             return
-        slot = self._slot_of.pop(sequence_id)
+        slot = self._slot_of.pop(sequence_id, None)
+        if slot is None:  # repeated after a failed step
+            return
         self._token_lists.pop(slot, None)
         self._free_slots.append(slot)
 

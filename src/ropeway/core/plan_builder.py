@@ -1,0 +1,83 @@
+"""Collects the rows of one step's plan within its token budget. Knows no queues, memory or policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ropeway.core.plan import BlockGrants, StepPlan
+from ropeway.core.sequence import Sequence as TokenSequence
+
+
+class PlanBuilder:
+    """Rows of a plan being made; adding one advances its sequence's num_computed_tokens."""
+
+    def __init__(self, num_groups: int, token_budget: int) -> None:
+        self._num_groups = num_groups
+        self._sequence_ids: list[int] = []
+        self._starts: list[int] = []
+        self._num_tokens: list[int] = []
+        self._is_sampled: list[bool] = []
+        self._granted: list[tuple[int, Sequence[Sequence[int]]]] = []  # (row, block ids per group), ascending rows
+        self.num_tokens_left = token_budget
+        self.num_prompt_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.num_padding_tokens = 0
+
+    def add_decode(self, sequence: TokenSequence, granted: Sequence[Sequence[int]] | None = None) -> None:
+        """Plan the one token of a decoding sequence, with the blocks granted for it, if any."""
+        if granted is not None:
+            self._granted.append((len(self._starts), granted))
+        start = sequence.num_computed_tokens
+        self._add_row(sequence.sequence_id, start, 1, True)
+        sequence.num_computed_tokens = start + 1
+
+    def add_padding(self, sequence: TokenSequence) -> None:
+        """Plan the last computed token of a finished sequence again; what it samples is dropped."""
+        self._add_row(sequence.sequence_id, sequence.num_computed_tokens - 1, 1, True)
+        self.num_padding_tokens += 1
+
+    def add_prefill(self, sequence: TokenSequence) -> None:
+        """Plan as many uncomputed tokens of a sequence as the budget leaves; no row where it leaves none.
+
+        The row of a sequence's first tokens carries its whole block table: it was granted when the sequence boarded.
+        """
+        start = sequence.num_computed_tokens
+        num_tokens = min(sequence.num_tokens - start, self.num_tokens_left)
+        if not num_tokens:
+            return
+        if not start:
+            self._granted.append((len(self._starts), sequence.block_ids))
+        end = start + num_tokens
+        self._add_row(sequence.sequence_id, start, num_tokens, end == sequence.num_tokens)
+        sequence.num_computed_tokens = end
+        num_first_new = max(start, sequence.num_recompute_tokens)  # positions below were computed before
+        self.num_recomputed_tokens += max(0, min(end, num_first_new) - start)
+        self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - num_first_new)
+
+    def build(self, step_id: int, preempted_ids: tuple[int, ...], finished_ids: tuple[int, ...]) -> StepPlan:
+        """The plan, as plain columns."""
+        counts = [0] * len(self._starts)
+        for row, granted in self._granted:
+            counts[row] = len(granted[0])
+        indptr = tuple(accumulate(counts, initial=0))
+        return StepPlan(
+            step_id,
+            tuple(self._sequence_ids),
+            tuple(self._starts),
+            tuple(self._num_tokens),
+            tuple(self._is_sampled),
+            tuple([BlockGrants(indptr, self._granted_ids(group)) for group in range(self._num_groups)]),
+            preempted_ids,
+            finished_ids,
+        )
+
+    def _add_row(self, sequence_id: int, start: int, num_tokens: int, is_sampled: bool) -> None:
+        self._sequence_ids.append(sequence_id)
+        self._starts.append(start)
+        self._num_tokens.append(num_tokens)
+        self._is_sampled.append(is_sampled)
+        self.num_tokens_left -= num_tokens
+
+    def _granted_ids(self, group: int) -> tuple[int, ...]:
+        return tuple([block_id for _, granted in self._granted for block_id in granted[group]])

@@ -1,0 +1,81 @@
+"""One stream of tokens being generated, as scheduling sees it: counts and block ids. Holds no token values.
+
+Only the scheduler and its KV manager change a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ropeway.core.params import FinishReason, Request
+
+
+class SequenceState(Enum):
+    """Where a sequence is. It holds blocks in RUNNING and RETAINED, and in no other state."""
+
+    WAITING = "waiting"  # never ran
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # ran, lost its blocks, waits to be recomputed
+    RETAINED = "retained"  # finished; its blocks stay until its static batch ends
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of the n sequences of a request.
+
+    num_computed_tokens chases num_tokens; a plan advances the first, a sampled token the second:
+
+        0 ── num_computed_tokens ── num_tokens ── num_slots      num_computed <= num_tokens
+             keys and values held   known         cache slots    num_computed <= num_slots == block_size x blocks
+
+    sequence_id: ascends with arrival, never reused. index: within the request, 0..n-1.
+    num_tokens: known tokens, the prompt and what was generated.
+    num_computed_tokens: leading tokens whose keys and values are in the cache, or will be after the step in flight.
+    num_prefill_tokens: tokens known when it was last admitted, or will be; below them it prefills, then it decodes.
+    num_recompute_tokens: positions below this were computed before, and lost by preemption.
+    num_slots: cache slots its blocks hold. block_ids: one block table per cache group.
+    """
+
+    sequence_id: int
+    request: Request
+    index: int
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    num_computed_tokens: int = field(init=False, default=0)
+    num_prefill_tokens: int = field(init=False)
+    num_recompute_tokens: int = field(init=False, default=0)
+    num_slots: int = field(init=False, default=0)
+    block_ids: tuple[list[int], ...] = field(init=False, default=())
+    num_preemptions: int = field(init=False, default=0)
+    state: SequenceState = field(init=False, default=SequenceState.WAITING)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_tokens = self.num_prefill_tokens = len(self.request.prompt_token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens it has when it ends by length."""
+        return self.num_prompt_tokens + self.request.max_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def holds_blocks(self) -> bool:
+        return self.state in (SequenceState.RUNNING, SequenceState.RETAINED)
+
+    def append_token(self, token_id: int) -> FinishReason | None:
+        """Count one sampled token and say whether it ends the sequence.
+
+        An id that ends the sequence does so only after min_tokens others; the sampler masks it before that.
+        """
+        request = self.request
+        num_generated = self.num_tokens - self.num_prompt_tokens
+        self.num_tokens += 1
+        if token_id in request.stop_token_ids and num_generated >= request.params.min_tokens:
+            return "stop"
+        return "length" if num_generated + 1 >= request.max_tokens else None

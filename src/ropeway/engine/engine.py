@@ -1,0 +1,87 @@
+"""One step = plan → compute → commit. Knows token ids only: no text, clock, threads or HTTP.
+
+Not thread-safe: one caller at a time. When a step cannot be computed, its sequences end as `error`, every other request
+goes on, and so does the engine; `EngineStats.num_failed_steps` and the log tell of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from ropeway.core.params import Request
+from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
+from ropeway.core.scheduler import Scheduler
+from ropeway.core.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """Computes plans, one at a time: `launch`, then `collect`.
+
+    After an exception from either, the next call is a `launch`, of a plan without the sequences of the failed one.
+    """
+
+    def add(self, sequence_id: int, request: Request, index: int) -> None: ...
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+
+class Engine:
+    """A scheduler and the runner it drives."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an accepted request is unfinished, so that `step` has something to do."""
+        return self._scheduler.has_work
+
+    @property
+    def max_model_len(self) -> int:
+        """The effective context: the most prompt + max_tokens that is accepted."""
+        return self._scheduler.max_model_len
+
+    def submit(self, request: Request) -> None:
+        """Accept a request; each of its n sequences will end in exactly one terminal event.
+
+        Raises InvalidRequestError for an empty prompt or a request_id in use, RequestTooLargeError for what never fits;
+        then nothing was started.
+        """
+        sequences = self._scheduler.add(request)
+        try:
+            for sequence in sequences:
+                self._runner.add(sequence.sequence_id, request, sequence.index)
+        except BaseException:
+            self._scheduler.abort(request.request_id)  # nobody was promised these events
+            raise
+
+    def abort(self, request_id: str) -> list[SequenceEvent]:
+        """End what is unfinished of a request and free its blocks now; its terminal events. Empty if it has ended."""
+        return self._scheduler.abort(request_id)
+
+    def stop(self, request_id: str, index: int) -> list[SequenceEvent]:
+        """End one sequence as `stop`, because its text ended; its terminal event. Empty if it has ended."""
+        return self._scheduler.stop(request_id, index)
+
+    def step(self) -> list[SequenceEvent]:
+        """Compute one step; the news of every sequence that got a token or ended. Empty when there is nothing to do."""
+        plan = self._scheduler.plan()
+        if plan is None:
+            return []
+        try:
+            self._runner.launch(plan)
+            result = self._runner.collect()
+        except Exception:
+            logger.exception("step %d failed; its %d sequences end as errors", plan.step_id, plan.num_rows)
+            return self._scheduler.fail(plan)
+        return self._scheduler.commit(plan, result)
+
+    def stats(self) -> EngineStats:
+        """Gauges of now, and counters since the start."""
+        return self._scheduler.stats()
