@@ -238,6 +238,25 @@ def test_a_sequence_fills_its_context(backend: RecordingBackend) -> None:
     assert runner.token_ids(0) == (1, 2, 3, *backend.expected_tokens([1, 2, 3], 7))
 
 
+def test_a_padding_row_draws_its_last_token_again(runner: Runner) -> None:
+    runner.add(0, request([1, 2, 3]), 0)
+    step(runner, (0, 0, 3, True, [0]))
+    step(runner, (0, 3, 1, True, []))
+    tokens = runner.token_ids(0)
+    for _ in range(2):
+        assert step(runner, (0, 3, 1, True, [])) == StepResult(7, (0,), tokens[-1:])
+        assert runner.token_ids(0) == tokens
+
+
+def test_what_a_failed_step_announced_may_be_announced_again(runner: Runner) -> None:
+    runner.add(0, request([1, 2, 3]), 0)
+    runner.add(1, request([4, 5]), 0)
+    step(runner, (0, 0, 3, True, [0]))
+    for num_tokens in (2, 3):
+        step(runner, (1, 0, num_tokens, True, [1]), preempted_ids=(0, 1), finished_ids=(0, 7))
+        assert runner.num_slots_used == 1
+
+
 def test_block_reuse_while_held_is_caught(runner: Runner) -> None:
     runner.add(0, request([1, 2, 3]), 0)
     runner.add(1, request([7, 2, 3]), 0)

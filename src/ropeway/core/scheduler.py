@@ -72,6 +72,8 @@ class Scheduler:
         self._in_flight: StepPlan | None = None
         self._newly_preempted_ids: list[int] = []
         self._newly_finished_ids: list[int] = []
+        self._started_ids: set[str] = set()  # of the requests in use, those that have run
+        self._newly_started_ids: list[str] = []
 
         self._next_sequence_id = 0
         self._num_steps = 0
@@ -115,6 +117,7 @@ class Scheduler:
         assert self._in_flight is None, f"step {self._in_flight.step_id} is neither committed nor failed"
         if not self._sequences:
             return None
+        self._newly_started_ids = []
         num_running_before = len(self._running)
         has_preempted = self._make_room()
         builder = PlanBuilder(self._kv.num_groups, self._token_budget)
@@ -167,6 +170,11 @@ class Scheduler:
         """End one sequence as `stop`, because its text ended; nothing where it has ended already."""
         sequences = self._requests.get(request_id, ())
         return self._end_all([s.sequence_id for s in sequences if s.index == index], "stop")
+
+    def take_started_ids(self) -> list[str]:
+        """The requests that first ran in the plan made last, once."""
+        started_ids, self._newly_started_ids = self._newly_started_ids, []
+        return started_ids
 
     def stats(self) -> EngineStats:
         """Gauges of now, and counters since the start."""
@@ -235,6 +243,9 @@ class Scheduler:
             kv.grant(sequence, num_blocks)
             sequence.state = SequenceState.RUNNING
             self._running[sequence.sequence_id] = sequence
+            if sequence.request.request_id not in self._started_ids:
+                self._started_ids.add(sequence.request.request_id)
+                self._newly_started_ids.append(sequence.request.request_id)
             builder.add_prefill(sequence)
 
     def _launch(self, builder: PlanBuilder) -> StepPlan:
@@ -280,6 +291,7 @@ class Scheduler:
         del self._sequences[sequence_id]
         if all([s.finish_reason for s in self._requests[request_id]]):
             del self._requests[request_id]
+            self._started_ids.discard(request_id)
         if sequence.state is not SequenceState.RUNNING:
             queue = self._waiting if sequence.state is SequenceState.WAITING else self._preempted
             del queue[bisect_left(queue, self._policy.key(sequence), key=self._policy.key)]
@@ -329,6 +341,7 @@ class Scheduler:
 
         Raises AssertionError with the first violation.
         """
+        assert self._started_ids <= self._requests.keys(), "a request that ended counts as started"
         places = {
             SequenceState.WAITING: self._waiting,
             SequenceState.PREEMPTED: self._preempted,

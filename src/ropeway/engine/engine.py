@@ -14,6 +14,8 @@ from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler
 from ropeway.core.stats import EngineStats
 
+__all__ = ["Engine", "EngineStats", "StepRunner"]
+
 logger = logging.getLogger(__name__)
 
 
@@ -81,6 +83,10 @@ class Engine:
             logger.exception("step %d failed; its %d sequences end as errors", plan.step_id, plan.num_rows)
             return self._scheduler.fail(plan)
         return self._scheduler.commit(plan, result)
+
+    def take_started_ids(self) -> list[str]:
+        """The requests that first ran in the last step, once."""
+        return self._scheduler.take_started_ids()
 
     def stats(self) -> EngineStats:
         """Gauges of now, and counters since the start."""

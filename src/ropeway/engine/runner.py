@@ -93,7 +93,8 @@ class Runner:
         sampled_slots = slots[sampled]
         # A padding row of a static batch ends one token early, and draws its last token again.
         kv_lens = batch.kv_lens[sampled]
-        assert (self._num_tokens[sampled_slots] - kv_lens <= 1).all(), "a sampled row ends too early"
+        num_least = np.maximum(self._num_tokens[sampled_slots] - 1, self._ints[_NUM_PROMPT, sampled_slots])
+        assert (kv_lens >= num_least).all(), "a sampled row ends too early"
         self._num_tokens[sampled_slots] = kv_lens
         samples = self._backend.sample(logits, self._sample_batch(sampled_slots))
         sequence_ids = [plan.sequence_ids[row] for row in sampled.tolist()]
