@@ -111,6 +111,8 @@ def write_gguf(
 ) -> Path:
     """Writes a GGUF file. metadata: bool, int, float, str, list of str, or ndarray. Returns `path`."""
     tensors = list(tensors)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    assert isinstance(alignment, int)
     with path.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata)))
         for key, value in metadata.items():
@@ -120,20 +122,16 @@ def write_gguf(
             dimensions = tensor.shape[::-1]
             file.write(_string(tensor.name) + struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions))
             file.write(struct.pack("<IQ", TYPE_IDS[tensor.type], offset))
-            offset += _padded(tensor.num_bytes)
+            offset += -(-tensor.num_bytes // alignment) * alignment
         for tensor in tensors:
-            file.write(b"\0" * (-file.tell() % ALIGNMENT))
+            file.write(b"\0" * (-file.tell() % alignment))
             start = file.tell()
             for chunk in tensor.chunks():
                 file.write(quantize(chunk, tensor.type))
             if file.tell() - start != tensor.num_bytes:
                 raise ValueError(f"{tensor.name} wrote {file.tell() - start} bytes, not {tensor.num_bytes}")
-        file.write(b"\0" * (-file.tell() % ALIGNMENT))
+        file.write(b"\0" * (-file.tell() % alignment))
     return path
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _string(text: str) -> bytes:
