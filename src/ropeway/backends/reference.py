@@ -1,7 +1,7 @@
 """The reference backend: numpy, float32, slow and obvious; the oracle of every other backend.
 
-Weights are dequantised to float32 once. Nothing here is fused, tiled or reordered: each op is the formula of its docstring in
-`model.program`. Knows no scheduling and no text.
+Weights are dequantised to float32 once. Nothing here is fused, tiled or reordered: each op is the formula of its
+docstring in `model.program`. Knows no scheduling and no text.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, Int64Array, SampleBatch
-from ropeway.backends.reference_sampler import sample
+from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, Int64Array, SampleBatch, Samples
+from ropeway.backends.reference_sampler import sample_reference
 from ropeway.errors import ConfigError
 from ropeway.model.program import (
     Add,
@@ -88,9 +88,9 @@ class ReferenceBackend:
             self._run(op, buffers, batch, slots)
         raise AssertionError("a Program ends in Logits")
 
-    def sample(self, logits: Float32Array, batch: SampleBatch) -> Int32Array:
-        """One token id per row of logits."""
-        return sample(logits, batch)
+    def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
+        """One token per row of logits[R, vocab], which are changed in place."""
+        return sample_reference(logits, batch)
 
     def _run(
         self, op: Op, buffers: dict[str, Float32Array], batch: ForwardBatch, slots: list[list[Int64Array]]
@@ -141,15 +141,12 @@ class ReferenceBackend:
         return heads.reshape(x.shape)
 
     def _slots(self, batch: ForwardBatch, group: int) -> list[Int64Array]:
-        """Per sequence, the slot of each of its positions 0 .. kv_len - 1: block * block_size + place within the block."""
+        """Per sequence, the cache slot of each of its positions 0 .. kv_len - 1."""
         table = batch.tables[group]
         slots = []
         for offset, kv_len in zip(table.offsets, batch.kv_lens, strict=True):
-            positions = np.arange(kv_len)
-            slots.append(
-                table.block_ids[offset + positions // self._block_size] * self._block_size
-                + positions % self._block_size
-            )
+            block, place = np.divmod(np.arange(kv_len), self._block_size)
+            slots.append(table.block_ids[offset + block].astype(np.int64) * self._block_size + place)
         return slots
 
     def _write(

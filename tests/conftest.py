@@ -1,0 +1,20 @@
+"""What every test may ask for: the default model's file. Sets the environment that tests run in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before numpy is imported: its matrix library spins in every thread it has, and beside other work on a small machine
+# that made a forward pass of the reference backend 8 times slower.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import pytest
+
+from ropeway.catalog import resolve_model
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The default model's file, fetched where it is not cached; ROPEWAY_MODEL_FILE names another, for development."""
+    return resolve_model(os.environ.get("ROPEWAY_MODEL_FILE", "smollm2"))
