@@ -70,9 +70,12 @@ class StepResult:
     failed_sequence_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceEvent:
     """News of one sequence. Exactly one event per sequence has a finish_reason, and it is the last.
+
+    A message like the others, never changed; only that nothing enforces it, because a step makes one per running
+    sequence and a frozen one takes 1.4 us to make instead of 0.4.
 
     index: of the sequence within its request (0..n-1). token_ids: newly generated, in order; the stop token, where one
     ended the sequence, is included. num_tokens in a `stop` by text is settled by the text side.

@@ -8,6 +8,8 @@ from itertools import accumulate
 from ropeway.core.plan import BlockGrants, StepPlan
 from ropeway.core.sequence import Sequence as TokenSequence
 
+Granted = tuple[int, Sequence[Sequence[int]]]  # a row, and the block ids it is granted in each cache group
+
 
 class PlanBuilder:
     """Rows of a plan being made; adding one advances its sequence's num_computed_tokens."""
@@ -18,19 +20,23 @@ class PlanBuilder:
         self._starts: list[int] = []
         self._num_tokens: list[int] = []
         self._is_sampled: list[bool] = []
-        self._granted: list[tuple[int, Sequence[Sequence[int]]]] = []  # (row, block ids per group), ascending rows
+        self._granted: list[Granted] = []
         self.num_tokens_left = token_budget
         self.num_prompt_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_padding_tokens = 0
 
-    def add_decode(self, sequence: TokenSequence, granted: Sequence[Sequence[int]] | None = None) -> None:
-        """Plan the one token of a decoding sequence, with the blocks granted for it, if any."""
-        if granted is not None:
-            self._granted.append((len(self._starts), granted))
-        start = sequence.num_computed_tokens
-        self._add_row(sequence.sequence_id, start, 1, True)
-        sequence.num_computed_tokens = start + 1
+    def add_decodes(self, sequences: Sequence[TokenSequence], granted: Sequence[Granted]) -> None:
+        """Plan the one token of each decoding sequence, before anything else; `granted` names them by their index."""
+        num_rows = len(sequences)
+        self._sequence_ids = [s.sequence_id for s in sequences]
+        self._starts = [s.num_computed_tokens for s in sequences]
+        self._num_tokens = [1] * num_rows
+        self._is_sampled = [True] * num_rows
+        self._granted = list(granted)
+        self.num_tokens_left -= num_rows
+        for sequence in sequences:
+            sequence.num_computed_tokens += 1
 
     def add_padding(self, sequence: TokenSequence) -> None:
         """Plan the last computed token of a finished sequence again; what it samples is dropped."""

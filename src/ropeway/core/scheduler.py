@@ -15,7 +15,7 @@ from ropeway.core.batching import Batching, ContinuousBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import FinishReason, Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
-from ropeway.core.plan_builder import PlanBuilder
+from ropeway.core.plan_builder import Granted, PlanBuilder
 from ropeway.core.policy import FirstComeFirstServed
 from ropeway.core.sequence import Sequence, SequenceState
 from ropeway.core.stats import EngineStats
@@ -219,13 +219,17 @@ class Scheduler:
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan one token for each running sequence that decodes; returns those that prefill."""
-        prefilling = []
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        granted: list[Granted] = []
         for sequence in self._running.values():
             if sequence.num_computed_tokens < sequence.num_prefill_tokens:
                 prefilling.append(sequence)
                 continue
-            granted = self._kv.grant(sequence, 1) if sequence.num_tokens > sequence.num_slots else None
-            builder.add_decode(sequence, granted)
+            if sequence.num_tokens > sequence.num_slots:
+                granted.append((len(decoding), self._kv.grant(sequence, 1)))
+            decoding.append(sequence)
+        builder.add_decodes(decoding, granted)
         return prefilling
 
     def _board(self, builder: PlanBuilder, num_running_before: int) -> None:
