@@ -1,7 +1,7 @@
 """Writes a Q4_0 copy of a GGUF file: what `llama-quantize --allow-requantize … Q4_0` does to the default model.
 
-Runs in llama.cpp's environment with its own `gguf` package, whose quantiser matches the C one bit for bit. Two-dimensional
-4-bit weights become Q4_0; the embedding stays Q8_0 (its width is no multiple of 256, so llama-quantize leaves it so too);
+Runs in llama.cpp's environment with its own `gguf` package, whose quantiser matches the C one bit for bit. The 4-bit
+matrices become Q4_0; the embedding stays Q8_0 (its width is no multiple of 256, so llama-quantize leaves it so too);
 vectors stay float32.
 """
 

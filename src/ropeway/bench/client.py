@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client that reads token streams at little cost to the processor it shares with the server.
 
 Owns connections, requests and the parsing of server-sent events. Knows nothing of workloads, pacing or statistics.
-A general client spends tens of microseconds per streamed chunk; here httptools splits the bytes and one pass reads them.
+httptools splits the bytes and one pass reads the events, so that a chunk costs microseconds.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
 import orjson
 
 from ropeway.errors import ConfigError
-
 
 # Servers close idle connections after as little as 5 s (uvicorn); one that is about to be closed must not be reused.
 _MAX_IDLE_S = 2.0
@@ -102,15 +101,16 @@ class StreamReader:
 
 
 class _Connection(asyncio.Protocol):
-    """One keep-alive connection with at most one request in flight; `on_body` receives a successful body as it arrives."""
+    """One keep-alive connection with at most one request in flight; `feed` gets a successful body as it comes."""
 
     def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
+        self.transport: asyncio.WriteTransport | None = None
         self.parser: Any = None
         self.status = 0
         self.body = bytearray()
         self.is_reusable = False
-        self.idle_since_s = 0.0
+        self.idle_since_s: float | None = None  # None: never used
+        self.has_answer_begun = False
         self.feed: Callable[[bytes], None] | None = None
         self.answer: asyncio.Future[int] | None = None
 
@@ -119,6 +119,7 @@ class _Connection(asyncio.Protocol):
         assert self.transport is not None and self.answer is None
         self.parser = httptools.HttpResponseParser(self)
         self.status, self.is_reusable, self.feed = 0, False, feed
+        self.has_answer_begun = False
         self.body.clear()
         self.answer = asyncio.get_running_loop().create_future()
         self.transport.write(head_and_body)
@@ -130,13 +131,13 @@ class _Connection(asyncio.Protocol):
 
     # --- asyncio.Protocol
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's transports share no class with asyncio's
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None:
             self.close()  # bytes that nobody asked for
             return
+        self.has_answer_begun = True
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -235,6 +236,12 @@ class Client:
                 await connection.request(request, feed)
         except TimeoutError as error:
             raise ClientError(f"no whole answer within {self._timeout_s:g} s") from error
+        except ClientError:
+            if connection.idle_since_s is None or connection.has_answer_begun:
+                raise
+            # The server closed an idle connection as it was taken up again (llama.cpp's does after every stream):
+            # the request was never read, so it goes out once more.
+            await self._exchange(request, feed)
         finally:
             # A cancelled or timed-out request leaves its connection in mid-answer: never reusable.
             if connection.is_reusable:
@@ -246,6 +253,7 @@ class Client:
     async def _connect(self) -> _Connection:
         while self._idle:
             connection = self._idle.pop()
+            assert connection.idle_since_s is not None
             is_fresh = time.monotonic() - connection.idle_since_s < _MAX_IDLE_S
             if is_fresh and connection.transport is not None and not connection.transport.is_closing():
                 return connection
@@ -256,5 +264,7 @@ class Client:
                 _Connection, endpoint.host, endpoint.port, ssl=self._ssl
             )
         except OSError as error:
-            raise ClientError(f"cannot connect to {endpoint.host}:{endpoint.port}: {error.strerror or error}") from error
+            raise ClientError(
+                f"cannot connect to {endpoint.host}:{endpoint.port}: {error.strerror or error}"
+            ) from error
         return connection

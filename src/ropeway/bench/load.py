@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from ropeway.bench.workload import BenchRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One answered or failed request. Times are seconds on one clock; `chunk_times_s` are arrivals of chunks with text."""
+    """One answered or failed request. Times are seconds on one clock; `chunk_times_s`: arrivals of chunks with text."""
 
     start_s: float
     end_s: float
@@ -121,7 +121,7 @@ async def run_load(
     return Run(tuple(records), duration_s, cpu_s, counters)
 
 
-_Send = Callable[[int, float | None], Awaitable[RequestRecord]]
+_Send = Callable[[int, float | None], Coroutine[Any, Any, RequestRecord]]
 
 
 async def _closed_loop(send: _Send, count: int, concurrency: int) -> list[RequestRecord]:

@@ -1,4 +1,4 @@
-"""Draws line charts as self-contained SVG: no scripts, fonts or files from elsewhere. Knows nothing of what it draws."""
+"""Draws line charts as self-contained SVG: no scripts, fonts or files from elsewhere. Knows nothing of their data."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def format_table(summaries: Sequence[Summary]) -> str:
     if any(s.goodput for s in summaries):
         limits = next(s.goodput for s in summaries if s.goodput).limits_ms
         named = " ".join(f"{name}≤{limit:g}ms" for name, limit in limits.items())
-        add(f"goodput, requests/s ({named})", [s.goodput and s.goodput.requests_per_s for s in summaries], 2)
+        add(f"goodput, requests/s ({named})", [s.goodput.requests_per_s if s.goodput else None for s in summaries], 2)
     if any(s.num_preemptions is not None for s in summaries):
         add("preemptions", [s.num_preemptions for s in summaries], 0)
     if any(s.num_recomputed_tokens is not None for s in summaries):
@@ -173,9 +173,7 @@ def format_table(summaries: Sequence[Summary]) -> str:
 def _align(rows: Sequence[tuple[str, list[str]]]) -> str:
     name_width = max(len(name) for name, _ in rows)
     width = max(len(cell) for _, cells in rows for cell in cells)
-    return "\n".join(
-        f"{name:<{name_width}}" + "".join(f"  {cell:>{width}}" for cell in cells) for name, cells in rows
-    )
+    return "\n".join(f"{name:<{name_width}}" + "".join(f"  {cell:>{width}}" for cell in cells) for name, cells in rows)
 
 
 def format_failures(summaries: Sequence[Summary]) -> str:

@@ -1,4 +1,4 @@
-"""Scheduling counters that a server exposes at /metrics, read before and after a run. Knows the Prometheus text format."""
+"""Scheduling counters that a server exposes at /metrics, read around a run. Knows the Prometheus text format."""
 
 from __future__ import annotations
 

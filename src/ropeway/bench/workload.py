@@ -37,7 +37,9 @@ class LengthDistribution:
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= self.maximum:
-            raise ConfigError(f"a mean length of {self.mean:g} tokens is outside 1..{self.maximum}: change one of the two")
+            raise ConfigError(
+                f"a mean length of {self.mean:g} tokens is outside 1..{self.maximum}: change one of the two"
+            )
         if not 0 <= self.sigma < math.inf:
             raise ConfigError(f"a length sigma of {self.sigma} is not a finite number >= 0")
 
@@ -67,11 +69,11 @@ class SyntheticWorkload:
     def __post_init__(self) -> None:
         if not 0 <= self.first_token_id < self.vocab_size:
             raise ConfigError(
-                f"the first token id {self.first_token_id} leaves nothing of a vocabulary of {self.vocab_size}: lower it"
+                f"the first token id, {self.first_token_id}, is not inside a vocabulary of {self.vocab_size}: lower it"
             )
 
     def requests(self, count: int, seed: int) -> list[BenchRequest]:
-        """`count` requests. Lengths and token ids come from separate streams, so a longer run begins like a shorter one."""
+        """`count` requests. Lengths have random streams of their own, so a longer run begins like a shorter one."""
         prompt_rng, output_rng, token_rng = (np.random.default_rng((seed, stream)) for stream in range(3))
         prompt_lengths = self.prompt_lengths.draw(prompt_rng, count)
         output_lengths = self.output_lengths.draw(output_rng, count)
@@ -89,7 +91,7 @@ def default_num_requests(concurrency: int) -> int:
 
 
 def poisson_arrivals_s(rate: float, count: int, seed: int) -> list[float]:
-    """`count` arrival times in seconds from the start: a Poisson process of `rate` requests per second, the first at 0."""
+    """`count` arrival times in seconds: a Poisson process of `rate` requests per second, the first at 0."""
     if not 0 < rate < math.inf:
         raise ConfigError(f"a request rate of {rate} per second is not a positive number")
     gaps = np.random.default_rng((seed, 3)).exponential(1 / rate, count)
