@@ -20,15 +20,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"model", "_native"},
     "engine.runner": {"core", "backends"},
     "engine": {"core"},
-    "engine.async_engine": {"core", "engine", "text"},
+    "inputs": {"core", "text"},
+    "outputs": {"core", "text"},
+    "engine.async_engine": {"core", "engine", "text", "outputs"},
     "catalog": set(),
     "config": {"core"},
-    "llm": {"core", "text", "model", "backends", "engine", "config", "catalog"},
-    "server": {"core", "text", "engine", "config", "llm", "catalog", "_version"},
+    "calibration": {"model", "backends", "config"},
+    "llm": {"core", "text", "model", "backends", "engine", "config", "catalog", "inputs", "outputs", "calibration"},
+    "server": {"core", "text", "engine", "config", "llm", "catalog", "inputs", "outputs", "_version"},
     "bench": {"core", "text", "engine", "config", "llm", "catalog", "backends", "model", "_version"},
-    "cli": {"core", "text", "engine", "config", "llm", "catalog", "server", "bench", "model", "backends", "_version"},
-    "": {"core", "config", "llm", "engine", "_version"},
-}
+    "cli": {
+        "core", "text", "engine", "config", "llm", "catalog", "server", "bench", "model", "backends", "inputs",
+        "outputs", "_version",
+    },
+    "__main__": {"cli"},
+    "": {"core", "config", "llm", "engine", "inputs", "outputs", "_version"},
+}  # fmt: skip
 STANDARD_LIBRARY_OF_CORE = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
     "math", "operator", "struct", "types", "typing",

@@ -1,0 +1,77 @@
+"""Flags that several commands share: the engine's. Their names are the fields of `EngineConfig`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ropeway.catalog import DEFAULT_MODEL
+
+ENGINE_OPTIONS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory",
+    "batching",
+    "num_threads",
+    "isa",
+    "backend",
+    "served_model_name",
+)
+
+
+class _RefusePrefixCaching(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error("--enable-prefix-caching: there is no prefix cache yet; leave the flag out")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds every engine flag. A flag that is not given leaves the default to `EngineConfig`."""
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--max-model-len", type=int, metavar="TOKENS", help="context of one sequence, prompt and output together, "
+        "tokens; default: the model's own; less lets the KV pool hold more sequences")  # fmt: skip
+    add("--max-num-seqs", type=int, metavar="N", help="most sequences running at once; default: the token budget, at "
+        "most 128; more raises throughput and the time per token")  # fmt: skip
+    add("--max-num-batched-tokens", type=int, metavar="TOKENS", help="token budget of one step; default: calibrated at "
+        "start for steps of at most 100 ms; more speeds prompts up and makes running answers stutter")  # fmt: skip
+    add("--block-size", type=int, metavar="TOKENS", help="tokens per KV block; default: 16; less wastes less memory "
+        "at the end of each sequence")  # fmt: skip
+    pool = group.add_mutually_exclusive_group()
+    pool.add_argument("--num-kv-blocks", type=int, metavar="N", help="size of the KV pool in blocks, exactly")
+    pool.add_argument("--kv-cache-memory", metavar="SIZE", help="size of the KV pool, such as 512M or 2G; default: "
+        "half of the free memory, at most 2G and at most what --max-num-seqs full contexts use")  # fmt: skip
+    add("--batching", choices=("continuous", "static", "static-padded"), help="how sequences share steps; default: "
+        "continuous; static is the baseline: a batch runs until its longest member ends, static-padded also computes "
+        "the finished ones")  # fmt: skip
+    add("--num-threads", type=int, metavar="N", help="threads that compute; default: one per usable core")
+    add("--isa", metavar="NAME", help="instruction set of the kernels, such as scalar or avx2; default: the best "
+        "that this processor has; same answers on the same one only")  # fmt: skip
+    add("--backend", choices=("native", "reference"), help="what computes; default: native; reference is numpy: "
+        "slow, for checking")  # fmt: skip
+
+
+def add_model_argument(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """Adds the model, as a positional or under `flags`."""
+    text = f"a name from `ropeway models list` or the path of a GGUF file; default: {DEFAULT_MODEL}"
+    if flags:
+        parser.add_argument(*flags, default=DEFAULT_MODEL, metavar="MODEL", help=text)
+    else:
+        parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=text)
+
+
+def add_prefix_caching_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds vLLM's pair of flags: off is how it is, on is refused."""
+    parser.add_argument(
+        "--no-enable-prefix-caching", action="store_true", help="accepted: there is no prefix cache yet"
+    )
+    parser.add_argument(
+        "--enable-prefix-caching", action=_RefusePrefixCaching, nargs=0, help="refused: there is none yet"
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, object]:
+    """The engine flags that were given, as keyword options of `LLM` and `AsyncLLM`."""
+    given = {name: getattr(args, name, None) for name in ENGINE_OPTIONS}
+    return {name: value for name, value in given.items() if value is not None}

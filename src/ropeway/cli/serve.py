@@ -1,0 +1,95 @@
+"""`ropeway serve`: flags in, a running server out. The serving itself is in `ropeway.server`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ropeway._version import __version__
+from ropeway.cli.options import (
+    add_engine_arguments,
+    add_model_argument,
+    add_prefix_caching_arguments,
+    engine_options,
+)
+from ropeway.config import EngineConfig, format_bytes, parse_bytes
+from ropeway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ropeway.config import EngineFacts
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `serve`."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP, OpenAI-compatible",
+        description="Serves a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run_serve)
+    add_model_argument(parser)
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1; 0.0.0.0 lets other machines in")
+    add("--port", type=int, default=8000, help="port to listen on; default: 8000; 0 takes any free one")
+    add("--served-model-name", action="append", metavar="NAME", help="name that requests may give; may be repeated, "
+        "the first is the one answers carry; default: the model's")  # fmt: skip
+    add("--api-key", metavar="KEY", help="asked of every /v1 request as a bearer token; default: nothing is asked")
+    add("--max-body-size", default="8M", metavar="SIZE", help="largest request body, such as 8M; default: 8M; a "
+        "larger one is answered 413")  # fmt: skip
+    add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="how long running requests may go on "
+        "after SIGTERM or SIGINT, seconds; default: 30; then they are aborted; a second signal ends all")  # fmt: skip
+    add("--health-timeout", type=float, default=30.0, metavar="SECONDS", help="/health turns red when there is work "
+        "and no step has ended for this long, seconds; default: 30")  # fmt: skip
+    add("--access-log", action="store_true", help="log a line per request; default: off")
+    add_engine_arguments(parser)
+    add_prefix_caching_arguments(parser)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Loads the model and serves it until a signal; 0 after an orderly end, 1 after a second signal."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.INFO if args.access_log else logging.WARNING)
+    for flag, value in (("--shutdown-timeout", args.shutdown_timeout), ("--health-timeout", args.health_timeout)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{flag} must be a number of seconds, 0 or more, not {value}")
+    max_body_bytes = parse_bytes("--max-body-size", args.max_body_size)
+    options = engine_options(args)
+    EngineConfig.from_options(options)  # a wrong option is told before the server's modules are loaded
+
+    from ropeway.server.app import ServerConfig
+    from ropeway.server.serving import address, bind, run_server
+
+    config = ServerConfig(
+        api_key=args.api_key,
+        max_body_bytes=max_body_bytes,
+        shutdown_timeout_s=args.shutdown_timeout,
+        stall_s=args.health_timeout,
+        has_access_log=args.access_log,
+    )
+    with bind(args.host, args.port) as sock:
+        from ropeway.llm import AsyncLLM
+
+        llm = AsyncLLM(args.model, **options)
+        url = address(sock)
+        is_orderly = run_server(llm, config, sock, on_ready=lambda: print(greeting(url, llm.facts), flush=True))
+    return 0 if is_orderly else 1
+
+
+def greeting(url: str, facts: EngineFacts) -> str:
+    """What `serve` prints once it accepts connections."""
+    num_slots = facts.num_kv_blocks * facts.block_size
+    names = ", ".join(facts.served_model_names)
+    return (
+        f"Ropeway {__version__} serves {names} at {url}\n"
+        f"  context       {facts.max_model_len} tokens, prompt and output together\n"
+        f"  KV pool       {facts.num_kv_blocks} blocks of {facts.block_size}: {num_slots} tokens, "
+        f"{format_bytes(facts.kv_cache_bytes)}\n"
+        f"  token budget  {facts.max_num_batched_tokens} tokens per step, at most {facts.max_num_seqs} sequences\n"
+        f"Try it:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        '-d \'{"messages": [{"role": "user", "content": "What is a ropeway?"}]}\''
+    )

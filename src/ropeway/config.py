@@ -1,0 +1,295 @@
+"""Options of an engine: `EngineConfig` is intent, `resolve()` turns it once into `EngineFacts`.
+
+Owns validation, the arithmetic of the KV pool and of the effective context, and the reading of free memory. Knows
+nothing of model files, backends or clocks: what a model needs arrives as `ModelFacts`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from ropeway.errors import ConfigError, OutOfMemoryError
+
+Batching = Literal["continuous", "static", "static-padded"]
+BackendName = Literal["native", "reference"]
+
+FREE_MEMORY_SHARE = 0.5
+MAX_DEFAULT_KV_BYTES = 2 << 30
+MAX_DEFAULT_NUM_SEQS = 128
+# Weights are repacked: at most 1.15 x the file (docs/architecture.md); scratch buffers and the interpreter take the
+# rest.
+PACKED_WEIGHTS_RATIO = 1.15
+WORKING_MEMORY_BYTES = 200 << 20
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user asks of an engine; keyword arguments of `LLM` and flags of `ropeway serve` have these names.
+
+    max_model_len: most tokens (prompt and output) of one sequence; None is the model's own context.
+    max_num_seqs: most sequences running at once; None is the token budget of a step, at most 128.
+    max_num_batched_tokens: most tokens one step computes; None calibrates at load for steps of at most 100 ms.
+    block_size: tokens per KV block.
+    num_kv_blocks / kv_cache_memory: size of the KV pool in blocks, or in bytes (an int, or text such as "512M", "2G");
+        with neither it is half of the free memory, at most 2 GiB, at most what max_num_seqs full contexts could use.
+    batching: `continuous`, or the baselines `static` and `static-padded`.
+    num_threads: of the native backend; None is one per usable core.
+    isa: instruction set of the native kernels; None is the best this processor has.
+    backend: `native`, or `reference` (numpy, slow, the oracle of the tests).
+    served_model_name: the name (or names, the first is the answer's) that requests may give; None derives it from the
+    model.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | str | None = None
+    batching: Batching = "continuous"
+    num_threads: int | None = None
+    isa: str | None = None
+    backend: BackendName = "native"
+    served_model_name: str | Iterable[str] | None = None
+
+    def __post_init__(self) -> None:
+        names = self.served_model_name
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        if not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"served_model_name must be a non-empty name, or several, not {self.served_model_name!r}")
+        object.__setattr__(self, "served_model_name", names or None)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "num_threads"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        _check_positive("block_size", self.block_size)
+        _check_choice("batching", self.batching, get_args(Batching))
+        _check_choice("backend", self.backend, get_args(BackendName))
+        if self.isa is not None and (not isinstance(self.isa, str) or not self.isa):
+            raise ConfigError(f"isa must be the name of an instruction set, not {self.isa!r}")
+        if self.kv_cache_memory is not None:
+            if self.num_kv_blocks is not None:
+                raise ConfigError("num_kv_blocks and kv_cache_memory both size the KV pool; give one of them")
+            object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> EngineConfig:
+        """An EngineConfig from keyword options. Raises ConfigError for an unknown name, with the closest known ones."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=2)
+                hint = f"did you mean {' or '.join(close)}?" if close else f"known options: {', '.join(known)}"
+                raise ConfigError(f"unknown engine option {name!r}; {hint}")
+        return cls(**options)  # type: ignore[arg-type]  # __post_init__ checks every value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What `resolve` needs to know of a model.
+
+    context_length: positions it was trained for. kv_bytes_per_token: cache bytes of one position, all layers.
+    weights_bytes: of its tensors in the file. name: what to serve it as, unless told otherwise.
+    """
+
+    name: str
+    context_length: int
+    kv_bytes_per_token: int
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """An `EngineConfig` made concrete for one model and one machine.
+
+    max_model_len: the effective context: the least of what was asked, what the model has, and what the KV pool holds.
+    max_num_batched_tokens, max_num_seqs: see `with_token_budget`. warnings: one line each, for the log at start.
+    """
+
+    max_model_len: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    block_size: int
+    num_kv_blocks: int
+    kv_cache_bytes: int
+    batching: Batching
+    num_threads: int | None
+    isa: str | None
+    backend: BackendName
+    served_model_names: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    def with_token_budget(self, calibrated_tokens: int) -> EngineFacts:
+        """These facts with what was left open filled in from a calibration: the token budget, and the sequences it
+        feeds.
+        """
+        budget = self.max_num_batched_tokens or max(calibrated_tokens, self.max_num_seqs or 1)
+        num_seqs = self.max_num_seqs or min(budget, MAX_DEFAULT_NUM_SEQS)
+        return replace(self, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
+
+
+def resolve(config: EngineConfig, model: ModelFacts, free_memory_bytes: int) -> EngineFacts:
+    """Turns intent into facts. `free_memory_bytes` is measured before the weights are packed.
+
+    Raises ConfigError for a context beyond the model's, OutOfMemoryError where weights or KV pool do not fit.
+    """
+    wanted_len = config.max_model_len or model.context_length
+    if wanted_len > model.context_length:
+        raise ConfigError(
+            f"max_model_len {wanted_len} is more than the {model.context_length} tokens that {model.name} was trained "
+            f"for; ask for at most {model.context_length}"
+        )
+    num_kv_blocks = _num_kv_blocks(config, model, wanted_len, free_memory_bytes)
+    num_slots = num_kv_blocks * config.block_size
+    block_bytes = model.kv_bytes_per_token * config.block_size
+    warnings = []
+    if num_slots < wanted_len:
+        warnings.append(
+            f"the KV pool ({num_kv_blocks} blocks of {config.block_size}, {format_bytes(num_kv_blocks * block_bytes)}) "
+            f"holds {num_slots} tokens, less than the context of {wanted_len}: the effective context is {num_slots}; "
+            f"{format_bytes(-(-wanted_len // config.block_size) * block_bytes)} of kv_cache_memory would hold it all"
+        )
+    names = config.served_model_name
+    return EngineFacts(
+        max_model_len=min(wanted_len, num_slots),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_kv_blocks=num_kv_blocks,
+        kv_cache_bytes=num_kv_blocks * block_bytes,
+        batching=config.batching,
+        num_threads=config.num_threads,
+        isa=config.isa,
+        backend=config.backend,
+        served_model_names=tuple(names) if names else (model.name,),
+        warnings=tuple(warnings),
+    )
+
+
+def _num_kv_blocks(config: EngineConfig, model: ModelFacts, context: int, free_memory_bytes: int) -> int:
+    block_bytes = model.kv_bytes_per_token * config.block_size
+    needed_bytes = int(model.weights_bytes * PACKED_WEIGHTS_RATIO) + WORKING_MEMORY_BYTES
+    free_bytes = free_memory_bytes - needed_bytes
+    if free_bytes < block_bytes:
+        raise OutOfMemoryError(
+            f"{model.name} needs {format_bytes(needed_bytes)} for weights and work, and {format_bytes(block_bytes)} "
+            f"for one KV block, but {format_bytes(free_memory_bytes)} are free; free some memory or serve a smaller "
+            "model"
+        )
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+    elif config.kv_cache_memory is not None:
+        asked_bytes = parse_bytes("kv_cache_memory", config.kv_cache_memory)
+        num_blocks = asked_bytes // block_bytes
+        if num_blocks == 0:
+            raise ConfigError(
+                f"kv_cache_memory of {format_bytes(asked_bytes)} holds no block: one block of {config.block_size} "
+                f"tokens takes {format_bytes(block_bytes)}"
+            )
+    else:
+        share_bytes = min(int(free_bytes * FREE_MEMORY_SHARE), MAX_DEFAULT_KV_BYTES)
+        most_usable = (config.max_num_seqs or MAX_DEFAULT_NUM_SEQS) * -(-context // config.block_size)
+        num_blocks = max(1, min(share_bytes // block_bytes, most_usable))
+    if num_blocks * block_bytes > free_bytes:
+        raise OutOfMemoryError(
+            f"a KV pool of {num_blocks} blocks takes {format_bytes(num_blocks * block_bytes)}, but "
+            f"{format_bytes(free_bytes)} are free beside the weights; ask for at most {free_bytes // block_bytes} "
+            "blocks"
+        )
+    return num_blocks
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """A size in bytes from an int or from text such as "512M" or "2GiB" (powers of 1024). Raises ConfigError."""
+    size = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else None
+    if size is None or size < 1:
+        raise ConfigError(f"{name} must be a size such as 512M or 2G, not {value!r}")
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """A size for people: 1.5 GiB."""
+    for unit, width in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= width:
+            return f"{size / width:.1f} {unit}"
+    return f"{size} bytes"
+
+
+def free_memory_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory this process may still take: what the kernel calls available, or what its cgroups leave, if that is
+    less.
+    """
+    available = _available_bytes(proc)
+    return max(0, min([available, *_cgroup_free_bytes(proc, cgroup_root)]))
+
+
+def _available_bytes(proc: Path) -> int:
+    try:
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    if match:
+        return int(match[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_free_bytes(proc: Path, root: Path) -> Iterable[int]:
+    """Limit minus use, for this process's cgroup and each one above it, in version 2 or 1."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            top = root
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top = root / "memory"
+        else:
+            continue
+        # Inside a container the path may be the host's: then only the top directory exists here.
+        relative = Path(path.lstrip("/"))
+        for directory in (top / relative, *(top / parent for parent in relative.parents)):
+            free = _limit_minus_use(directory, *names)
+            if free is not None:
+                yield free
+
+
+def _limit_minus_use(directory: Path, limit_name: str, use_name: str, cache_name: str) -> int | None:
+    try:
+        limit = (directory / limit_name).read_text().strip()
+        use = int((directory / use_name).read_text())
+        statistics = (directory / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return None
+    if not limit.isdigit():  # "max"
+        return None
+    # File pages that are not in use are given back under pressure.
+    cache = re.search(rf"^{cache_name} (\d+)$", statistics, re.MULTILINE)
+    return int(limit) - use + (int(cache[1]) if cache else 0)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")

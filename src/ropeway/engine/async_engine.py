@@ -1,0 +1,432 @@
+"""The engine thread, and its asyncio side. Knows threads and the event loop; knows nothing of HTTP or model files.
+
+`EngineThread` owns an `Engine`: only its thread touches it. Messages reach it through an inbox, from any thread;
+whatever a step brings leaves as one `StepNews`. `AsyncEngine` carries each news to the event loop with a single
+wake-up, turns token events into text there, and hands it to the `OutputStream`s that wait. A reader that stops
+reading holds up nobody: its stream only gathers, bounded by the tokens its requests may generate.
+
+A message sent before a step ends is obeyed before the next step is planned: so closing a stream frees its blocks by
+then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ropeway.core.params import Request
+from ropeway.core.plan import SequenceEvent
+from ropeway.core.stats import EngineStats
+from ropeway.engine.engine import Engine
+from ropeway.engine.metrics import EngineMetrics, RequestTimes
+from ropeway.errors import EngineStoppedError, InvalidRequestError, RopewayError
+from ropeway.outputs import Assembler, Delta
+from ropeway.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    request_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+_Message = _Submit | _Abort | _Stop | _Close
+
+
+@dataclass(frozen=True, slots=True)
+class StepNews:
+    """Everything one turn of the engine thread brought. now_s: time.monotonic() at its end.
+
+    started_ids: requests that computed for the first time. rejected: requests the engine would not take, with the
+    reason.
+    failure: the engine is broken; nothing follows.
+    """
+
+    now_s: float
+    events: Sequence[SequenceEvent] = ()
+    started_ids: Sequence[str] = ()
+    rejected: Sequence[tuple[str, RopewayError]] = ()
+    failure: BaseException | None = None
+
+
+class EngineThread:
+    """Runs an Engine on a thread of its own. Every method may be called from any thread.
+
+    deliver: called on the engine thread with each news; it must not block.
+    stats, last_step_s: as of the end of the last turn, and when that was (time.monotonic()).
+    has_failed_last: the newest step could not be computed.
+    """
+
+    def __init__(self, engine: Engine, deliver: Callable[[StepNews], None]) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ropeway-engine", daemon=True)
+        self.stats = engine.stats()
+        self.has_failed_last = False
+        self.last_step_s = time.monotonic()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        self._inbox.put(_Submit(request))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with `abort`; nothing happens where it has ended already."""
+        self._inbox.put(_Abort(request_id))
+
+    def stop(self, request_id: str, index: int) -> None:
+        """The text side found a stop string in this sequence."""
+        self._inbox.put(_Stop(request_id, index))
+
+    def close(self) -> None:
+        """Ends the thread once it has obeyed what was sent before. Requests still open then get no further event."""
+        self._inbox.put(_Close())
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread has ended within timeout_s."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as failure:
+            logger.exception("the engine failed and has stopped")
+            self._deliver(StepNews(time.monotonic(), failure=failure))
+
+    def _turn(self) -> bool:
+        """Obeys the inbox, runs one step, reports. False when told to close."""
+        engine = self._engine
+        events: list[SequenceEvent] = []
+        rejected: list[tuple[str, RopewayError]] = []
+        is_open = self._obey_inbox(events, rejected)
+        started: Sequence[str] = ()
+        if is_open and engine.has_work:
+            events += engine.step()
+            started = engine.take_started_ids()
+        now_s = time.monotonic()
+        stats = engine.stats()
+        if stats.num_steps != self.stats.num_steps:
+            self.has_failed_last = stats.num_failed_steps != self.stats.num_failed_steps
+        self.stats = stats
+        self.last_step_s = now_s
+        if events or rejected or started:
+            self._deliver(StepNews(now_s, events, started, rejected))
+        return is_open
+
+    def _obey_inbox(self, events: list[SequenceEvent], rejected: list[tuple[str, RopewayError]]) -> bool:
+        engine, inbox = self._engine, self._inbox
+        is_blocking = not engine.has_work
+        while True:
+            try:
+                message = inbox.get(block=is_blocking)
+            except queue.Empty:
+                return True
+            is_blocking = False
+            match message:
+                case _Submit(request):
+                    try:
+                        engine.submit(request)
+                    except RopewayError as error:
+                        rejected.append((request.request_id, error))
+                case _Abort(request_id):
+                    events += engine.abort(request_id)
+                case _Stop(request_id, index):
+                    events += engine.stop(request_id, index)
+                case _Close():
+                    return False
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """num_in_engine: sequences whose terminal event has not come; a stop string ends the text earlier than that."""
+
+    assembler: Assembler
+    stream: OutputStream
+    times: RequestTimes
+    num_in_engine: int
+    is_broken: bool = False
+
+
+class OutputStream:
+    """The deltas of one or several requests, in the order they came. One reader, on the event loop.
+
+    Closing it (or leaving its `async with`) aborts what has not finished.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_ids: Sequence[str]) -> None:
+        self._engine = engine
+        self._unfinished = set(request_ids)
+        self._deltas: list[Delta] = []
+        self._error: RopewayError | None = None
+        self._is_closed = False
+        self._news = asyncio.Event()
+        self._end = asyncio.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        """Every request has ended; deltas may still wait to be taken."""
+        return not self._unfinished
+
+    async def take(self) -> list[Delta]:
+        """Waits for news and returns all of it; an empty list once everything has been taken or the stream was closed.
+
+        Raises the error of a request that the engine refused, EngineStoppedError where the engine failed.
+        """
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if self._is_closed or not self._unfinished:
+                return []
+            self._news.clear()
+            await self._news.wait()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def take_all(self) -> list[Delta]:
+        """Waits for the end and returns every delta not yet taken. Raises as `take` does."""
+        if self._unfinished and not self._is_closed and self._error is None:
+            await self._end.wait()
+        if self._error is not None:
+            raise self._error
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def close(self) -> None:
+        """Aborts what has not finished and ends the stream; its blocks are free before the next step is planned."""
+        if not self._is_closed:
+            self._is_closed = True
+            for request_id in self._unfinished:
+                self._engine.abort(request_id)
+            self._wake()
+
+    async def __aenter__(self) -> OutputStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def _put(self, delta: Delta) -> None:
+        if not self._is_closed:
+            self._deltas.append(delta)
+            self._news.set()
+
+    def _finish(self, request_id: str) -> None:
+        self._unfinished.discard(request_id)
+        if not self._unfinished:
+            self._wake()
+
+    def _fail(self, request_id: str, error: RopewayError) -> None:
+        self._error = self._error or error
+        self._unfinished.discard(request_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._end.set()
+
+
+class AsyncEngine:
+    """An engine for asyncio: streams of text deltas, aborts, orderly shutdown, health.
+
+    Belongs to the event loop that runs `start`. `abort` may be called from any thread; the rest from that loop.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.metrics = EngineMetrics()
+        self._tokenizer = tokenizer
+        self._thread = EngineThread(engine, self._deliver_soon)
+        self._open: dict[str, _OpenRequest] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: BaseException | None = None
+        self._is_closing = False
+        self._busy_since_s = 0.0
+        self._idle = asyncio.Event()
+
+    def start(self) -> None:
+        """Starts the engine thread for the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._idle.set()
+        self._thread.start()
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._open)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counters as of its last step."""
+        return self._thread.stats
+
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Hands requests to the engine; their deltas come out of the one stream returned.
+
+        Raises EngineStoppedError after shutdown or failure, InvalidRequestError for a request id in use.
+        """
+        self._check_running()
+        stream = OutputStream(self, [request.request_id for request in requests])
+        now_s = time.monotonic()
+        for request in requests:
+            if request.request_id in self._open:
+                raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        if not self._open:
+            self._busy_since_s = now_s
+        for request in requests:
+            times = RequestTimes(now_s, len(request.prompt_token_ids))
+            assembler = Assembler(request, self._tokenizer)
+            self._open[request.request_id] = _OpenRequest(assembler, stream, times, request.params.n)
+            self._thread.submit(request)
+        self._idle.clear()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with `abort`; nothing happens where it has ended already."""
+        self._thread.abort(request_id)
+
+    def check_health(self, stall_s: float) -> None:
+        """Raises EngineStoppedError where the engine is down, or has had work for stall_s without completing a step."""
+        if self._failure is not None:
+            raise EngineStoppedError(f"the engine failed: {self._failure!r}; restart the server")
+        if not self._thread.is_alive:
+            raise EngineStoppedError("the engine is not running")
+        if self._thread.has_failed_last:
+            raise EngineStoppedError("the last step failed, and no step has succeeded since; see the server's log")
+        if self._open:
+            waited_s = time.monotonic() - max(self._busy_since_s, self._thread.last_step_s)
+            if waited_s > stall_s:
+                raise EngineStoppedError(
+                    f"no step has completed for {waited_s:.1f} s with {len(self._open)} requests open (limit "
+                    f"{stall_s:g} s)"
+                )
+
+    async def shutdown(self, timeout_s: float) -> bool:
+        """Refuses new requests, lets the open ones finish for timeout_s, aborts the rest, ends the thread.
+
+        Returns whether everything finished by itself.
+        """
+        self._is_closing = True
+        is_drained = True
+        if self._thread.is_alive:
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+            except TimeoutError:
+                is_drained = False
+                self.abort_all()
+            self._thread.close()
+            while self._thread.is_alive:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0)  # lets the last news in
+        return is_drained and self._failure is None
+
+    def kill(self, timeout_s: float) -> bool:
+        """Ends the thread after the step it is in, whatever is open; from any thread. Whether it ended within
+        timeout_s.
+        """
+        self._is_closing = True
+        self._thread.close()
+        return self._thread.join(timeout_s)
+
+    def abort_all(self) -> None:
+        """Aborts every open request."""
+        for request_id in self._open:
+            self._thread.abort(request_id)
+
+    def _check_running(self) -> None:
+        if self._loop is None:
+            raise EngineStoppedError("the engine has not been started")
+        if self._failure is not None:
+            raise EngineStoppedError(f"the engine failed: {self._failure!r}; restart the server")
+        if self._is_closing or not self._thread.is_alive:
+            raise EngineStoppedError("the engine is shutting down; send the request to another server")
+
+    def _deliver_soon(self, news: StepNews) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, news)
+        except RuntimeError:
+            # The loop has been closed under us: nobody is left to tell.
+            logger.warning("the event loop closed before the engine; %d events were lost", len(news.events))
+
+    def _deliver(self, news: StepNews) -> None:
+        for request_id in news.started_ids:
+            if request_id in self._open:
+                self.metrics.on_scheduled(self._open[request_id].times, news.now_s)
+        for event in news.events:
+            if event.request_id in self._open:
+                self._deliver_event(self._open[event.request_id], event, news.now_s)
+        for request_id, error in news.rejected:
+            self._fail(request_id, error, news.now_s)
+        if news.failure is not None:
+            self._failure = news.failure
+            error = EngineStoppedError(f"the engine failed: {news.failure!r}")
+            for request_id in list(self._open):
+                self._fail(request_id, error, news.now_s)
+        if not self._open:
+            self._idle.set()
+
+    def _deliver_event(self, entry: _OpenRequest, event: SequenceEvent, now_s: float) -> None:
+        if not entry.is_broken:
+            try:
+                delta = entry.assembler.push(event)
+            except Exception as error:
+                logger.exception("request %s: its text could not be put together", event.request_id)
+                self._thread.abort(event.request_id)
+                self._break(entry, EngineStoppedError(f"internal error: {error!r}"), now_s)
+            else:
+                if delta is not None:
+                    self._deliver_delta(entry, delta, now_s)
+        if event.finish_reason is not None:
+            entry.num_in_engine -= 1
+            if entry.num_in_engine == 0:
+                del self._open[event.request_id]
+
+    def _deliver_delta(self, entry: _OpenRequest, delta: Delta, now_s: float) -> None:
+        self.metrics.on_tokens(entry.times, delta.index, len(delta.token_ids), now_s)
+        entry.stream._put(delta)
+        if delta.is_stopped_by_text:
+            self._thread.stop(delta.request_id, delta.index)
+        if delta.finish_reason is not None:
+            self.metrics.on_finished(entry.times, delta.finish_reason, now_s)
+            if entry.assembler.is_finished:
+                entry.stream._finish(delta.request_id)
+
+    def _fail(self, request_id: str, error: RopewayError, now_s: float) -> None:
+        entry = self._open.pop(request_id, None)
+        if entry is not None and not entry.is_broken:
+            self._break(entry, error, now_s)
+
+    def _break(self, entry: _OpenRequest, error: RopewayError, now_s: float) -> None:
+        entry.is_broken = True
+        for _ in range(entry.assembler.num_unfinished):
+            self.metrics.on_finished(entry.times, "error", now_s)
+        if not entry.assembler.is_finished:
+            entry.stream._fail(entry.assembler.request.request_id, error)

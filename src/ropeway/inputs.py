@@ -1,0 +1,128 @@
+"""Prompts and parameters become `Request`s: encoding, chat rendering, every check that needs the model's facts.
+
+Knows nothing of engines, threads or HTTP. Drawing a missing seed is the one act of chance.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ropeway.core.params import Request, SamplingParams
+from ropeway.errors import InvalidRequestError, RequestTooLargeError
+from ropeway.text.chat_template import ChatTemplate
+from ropeway.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, object]
+Message = Mapping[str, object]
+
+MAX_SEED = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """token_ids of a prompt, and the text they came from, where there was one."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+class RequestBuilder:
+    """Builds requests for one loaded model. Thread-safe.
+
+    max_model_len: the effective context, in tokens. vocab_size: rows of the embedding.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate, *, max_model_len: int, vocab_size: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self._chat_template = chat_template
+        self._vocab_size = vocab_size
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """Token ids of a text, of token ids, or of vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+
+        Raises InvalidRequestError for anything else, for an empty prompt, for an id outside the vocabulary.
+        """
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not known or set(prompt) - {"prompt_token_ids", "prompt"}:
+                raise InvalidRequestError(
+                    f"a prompt given as a mapping has the key prompt or prompt_token_ids, not {sorted(prompt)}",
+                    param="prompt",
+                )
+            return self.encode(prompt[known[0]])  # type: ignore[arg-type]  # checked by the recursion
+        if isinstance(prompt, str):
+            return EncodedPrompt(self._check_not_empty(self.tokenizer.encode(prompt)), prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            return EncodedPrompt(self._check_token_ids("prompt", prompt))
+        raise InvalidRequestError(
+            f"a prompt is text or a list of token ids, not {type(prompt).__name__}", param="prompt"
+        )
+
+    def encode_chat(self, messages: Sequence[Message]) -> EncodedPrompt:
+        """Token ids of a conversation, through the model's chat template, with the assistant's turn opened.
+
+        Raises InvalidRequestError for a model without a template and for messages that it refuses.
+        """
+        text = self._chat_template.render(messages, add_generation_prompt=True)
+        return EncodedPrompt(self._check_not_empty(self.tokenizer.encode(text)), text)
+
+    def build(self, prompt: EncodedPrompt, params: SamplingParams, request_id: str) -> Request:
+        """A request that fits the effective context, with its seed drawn if missing and every ending id.
+
+        Raises RequestTooLargeError with the numbers, InvalidRequestError for ids outside the vocabulary.
+        """
+        num_prompt_tokens, limit = len(prompt.token_ids), self.max_model_len
+        room = limit - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if room < 1:
+            raise RequestTooLargeError(
+                f"the prompt has {num_prompt_tokens} tokens and the effective context is {limit}, prompt and output "
+                f"together; shorten the prompt to at most {limit - 1} tokens",
+                param="prompt",
+            )
+        if max_tokens > room:
+            raise RequestTooLargeError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
+                f"{num_prompt_tokens + max_tokens}, more than the effective context of {limit}; "
+                f"ask for at most {room} tokens or shorten the prompt",
+                param="max_tokens",
+            )
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens} but at most {max_tokens} tokens can be generated",
+                param="min_tokens",
+            )
+        self._check_token_ids("stop_token_ids", tuple(params.stop_token_ids))
+        self._check_token_ids("logit_bias", tuple(params.logit_bias or ()))
+        own_stops = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
+        seed = secrets.randbits(64) if params.seed is None else params.seed % MAX_SEED
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=own_stops | frozenset(params.stop_token_ids),
+        )
+
+    def _check_token_ids(self, name: str, token_ids: Sequence[object]) -> tuple[int, ...]:
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise InvalidRequestError(f"{name} must hold integers, not {token_id!r}", param=name)
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds token id {token_id}; the vocabulary has ids 0 to {self._vocab_size - 1}", param=name
+                )
+        if name == "prompt":
+            self._check_not_empty(token_ids)
+        return tuple(token_ids)  # type: ignore[arg-type]  # checked above
+
+    def _check_not_empty(self, token_ids: Sequence[object]) -> tuple[int, ...]:
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; give at least one token", param="prompt")
+        return tuple(token_ids)  # type: ignore[arg-type]  # callers pass ints

@@ -1,0 +1,379 @@
+"""The one place where an engine is put together: model file + `EngineConfig` -> `LLM` or `AsyncLLM`.
+
+May read the clock and free memory. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from ropeway.backends.batch import Backend
+from ropeway.calibration import FULL_STEP_S, calibrate_token_budget
+from ropeway.catalog import CATALOG, DEFAULT_MODEL, resolve_model
+from ropeway.config import EngineConfig, EngineFacts, ModelFacts, free_memory_bytes, resolve
+from ropeway.core.admission import OptimisticAdmission
+from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
+from ropeway.core.kv_manager import KVManager
+from ropeway.core.params import Request, SamplingParams
+from ropeway.core.scheduler import Scheduler, SchedulerLimits
+from ropeway.core.stats import EngineStats
+from ropeway.engine.async_engine import AsyncEngine, OutputStream
+from ropeway.engine.engine import Engine
+from ropeway.engine.runner import Runner
+from ropeway.errors import InvalidRequestError
+from ropeway.inputs import EncodedPrompt, Message, Prompt, RequestBuilder
+from ropeway.model.loading import Model, load_model
+from ropeway.outputs import Assembler, RequestOutput, Transcript
+from ropeway.text.chat_template import ChatTemplate
+from ropeway.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Blocks kept free when a request is admitted, so that those running can grow: one in this many.
+WATERMARK_DIVISOR = 100
+# `generate_each` keeps this many requests waiting per one that may run, so the engine never lacks work.
+QUEUE_DEPTH_RATIO = 2
+
+OutputKind = Literal["cumulative", "delta", "final"]
+ModelSource = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedEngine:
+    """A model ready to run: the engine, what turns prompts into its requests, and the facts to show."""
+
+    engine: Engine
+    builder: RequestBuilder
+    facts: EngineFacts
+    path: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.builder.tokenizer
+
+
+def load_engine(model: ModelSource, config: EngineConfig) -> LoadedEngine:
+    """Loads a model by catalog name or path and puts an engine together.
+
+    Raises ModelFetchError, ModelFileError, ConfigError (OutOfMemoryError) or UnsupportedIsaError, each with its remedy.
+    """
+    start_s = time.monotonic()
+    path = resolve_model(model)
+    loaded = load_model(path)
+    tokenizer = Tokenizer.from_metadata(loaded.metadata)
+    chat_template = ChatTemplate.from_metadata(loaded.metadata)
+    name = os.fspath(model)
+    facts = resolve(config, model_facts(name if name in CATALOG else path.stem, loaded, config), free_memory_bytes())
+    for warning in facts.warnings:
+        logger.warning("%s", warning)
+    backend = make_backend(loaded, facts)
+    if facts.max_num_batched_tokens is None:
+        budget = calibrate_token_budget(backend, loaded.program, facts)
+        logger.info("token budget %d: calibrated for steps of at most %d ms", budget, FULL_STEP_S * 1000)
+    else:
+        budget = facts.max_num_batched_tokens
+    facts = facts.with_token_budget(budget)
+    engine = make_engine(backend, facts, num_cache_groups=len(loaded.program.cache_groups))
+    builder = RequestBuilder(
+        tokenizer, chat_template, max_model_len=engine.max_model_len, vocab_size=loaded.program.vocab_size
+    )
+    logger.info("loaded %s in %.2f s", path.name, time.monotonic() - start_s)
+    return LoadedEngine(engine, builder, facts, os.fspath(path))
+
+
+def model_facts(name: str, model: Model, config: EngineConfig) -> ModelFacts:
+    """What `resolve` needs, from a loaded model. The native backend caches keys and values in 2 bytes each."""
+    value_bytes = 2 if config.backend == "native" else 4
+    num_values = sum(
+        2 * len(group.layers) * group.num_kv_heads * group.head_dim for group in model.program.cache_groups
+    )
+    return ModelFacts(
+        name=name,
+        context_length=model.program.context_length,
+        kv_bytes_per_token=num_values * value_bytes,
+        weights_bytes=sum(tensor.data.nbytes for tensor in model.tensors.values()),
+    )
+
+
+def make_backend(model: Model, facts: EngineFacts) -> Backend:
+    """The backend that `facts` name, with the model's weights and its KV pool."""
+    program, tensors = model.program, model.tensors
+    if facts.backend == "reference":
+        from ropeway.backends.reference import ReferenceBackend
+
+        return ReferenceBackend(program, tensors, num_kv_blocks=facts.num_kv_blocks, block_size=facts.block_size)
+    native: Any = import_module("ropeway.backends.native")
+    backend: Backend = native.NativeBackend(
+        program,
+        tensors,
+        num_kv_blocks=facts.num_kv_blocks,
+        block_size=facts.block_size,
+        num_threads=facts.num_threads,
+        isa=facts.isa,
+    )
+    return backend
+
+
+def make_engine(backend: Backend, facts: EngineFacts, *, num_cache_groups: int = 1) -> Engine:
+    """An engine on a backend; `facts` have their token budget."""
+    assert facts.max_num_seqs is not None and facts.max_num_batched_tokens is not None
+    limits = SchedulerLimits(
+        max_num_seqs=facts.max_num_seqs,
+        max_num_batched_tokens=facts.max_num_batched_tokens,
+        max_model_len=facts.max_model_len,
+    )
+    batching: Batching = (
+        ContinuousBatching(OptimisticAdmission(facts.num_kv_blocks // WATERMARK_DIVISOR))
+        if facts.batching == "continuous"
+        else StaticBatching(is_padded=facts.batching == "static-padded")
+    )
+    kv = KVManager([facts.num_kv_blocks] * num_cache_groups, facts.block_size)
+    runner = Runner(
+        backend,
+        max_num_seqs=facts.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        num_cache_groups=num_cache_groups,
+    )
+    return Engine(Scheduler(limits, kv, batching=batching), runner)
+
+
+class LLM:
+    """A model for offline use, in vLLM's shapes. One caller at a time; runs on the calling thread.
+
+    model: a catalog name or the path of a GGUF file. options: the fields of `EngineConfig`.
+    """
+
+    def __init__(self, model: ModelSource = DEFAULT_MODEL, **options: object) -> None:
+        self._loaded = load_engine(model, EngineConfig.from_options(options))
+        self._request_ids = itertools.count()
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._loaded.facts
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return self._loaded.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; answers come in the order of the prompts.
+
+        prompts: one prompt or a list; a prompt is text, token ids, or {"prompt_token_ids": ids}. params: one for all,
+        or one per prompt. use_tqdm: a progress bar on stderr.
+
+        Raises InvalidRequestError before anything runs, where a prompt or its parameters are wrong.
+        """
+        encoded = [self._loaded.builder.encode(prompt) for prompt in _as_list(prompts)]
+        return self._run_all(encoded, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of a list, through the model's chat template. Otherwise as `generate`."""
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else messages
+        encoded = [self._loaded.builder.encode_chat(each) for each in conversations]  # type: ignore[arg-type]
+        return self._run_all(encoded, params, use_tqdm)
+
+    def generate_each(
+        self, items: Iterable[tuple[Prompt | EncodedPrompt, SamplingParams]]
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yields (position in `items`, answer) as answers finish. Reads `items` only as fast as there is room to run
+        them.
+
+        Leaving the iterator early aborts what is running.
+        """
+        builder, engine = self._loaded.builder, self._loaded.engine
+        most_open = QUEUE_DEPTH_RATIO * (self.facts.max_num_seqs or 1)
+        source = enumerate(items)
+        run = _OfflineRun(engine, builder.tokenizer)
+        try:
+            while True:
+                for position, (prompt, params) in itertools.islice(source, max(0, most_open - run.num_open)):
+                    encoded = prompt if isinstance(prompt, EncodedPrompt) else builder.encode(prompt)
+                    run.submit(position, builder.build(encoded, params, f"offline-{next(self._request_ids)}"), encoded)
+                if not run.num_open:
+                    return
+                yield from run.step()
+        finally:
+            run.abort_all()
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """A prompt, checked and encoded, for `generate_each`. Raises InvalidRequestError."""
+        return self._loaded.builder.encode(prompt)
+
+    def encode_chat(self, messages: Sequence[Message]) -> EncodedPrompt:
+        """A conversation as a prompt for `generate_each`. Raises InvalidRequestError."""
+        return self._loaded.builder.encode_chat(messages)
+
+    def check(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
+        """Raises InvalidRequestError where `generate_each` would for these two."""
+        self._loaded.builder.build(prompt, params, "check")
+
+    def _run_all(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one for each")
+        for prompt, one in zip(prompts, each, strict=True):
+            self.check(prompt, one)
+        answers: dict[int, RequestOutput] = {}
+        with tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as bar:
+            for position, output in self.generate_each(zip(prompts, each, strict=True)):
+                answers[position] = output
+                bar.update()
+        return [answers[position] for position in range(len(prompts))]
+
+
+class _OfflineRun:
+    """The requests of one `generate_each`: submits, steps, assembles."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._open: dict[str, tuple[int, Assembler, Transcript]] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def submit(self, position: int, request: Request, prompt: EncodedPrompt) -> None:
+        self._engine.submit(request)
+        assembler, transcript = Assembler(request, self._tokenizer), Transcript(request, prompt.text)
+        self._open[request.request_id] = (position, assembler, transcript)
+
+    def step(self) -> Iterator[tuple[int, RequestOutput]]:
+        """One step of the engine; yields what it finished."""
+        events = self._engine.step()
+        for event in events:
+            if event.request_id not in self._open:  # ended by a stop string just now
+                continue
+            position, assembler, transcript = self._open[event.request_id]
+            delta = assembler.push(event)
+            if delta is None:
+                continue
+            transcript.add(delta)
+            if delta.is_stopped_by_text:
+                self._engine.stop(delta.request_id, delta.index)
+            if assembler.is_finished:
+                del self._open[event.request_id]
+                yield position, transcript.output()
+
+    def abort_all(self) -> None:
+        for request_id in self._open:
+            self._engine.abort(request_id)
+        self._open.clear()
+
+
+class AsyncLLM:
+    """A model inside an asyncio program. Starts its engine thread at the first request, or on `async with`.
+
+    model: a catalog name or the path of a GGUF file. options: the fields of `EngineConfig`.
+    """
+
+    def __init__(self, model: ModelSource = DEFAULT_MODEL, **options: object) -> None:
+        self._loaded = load_engine(model, EngineConfig.from_options(options))
+        self.engine = AsyncEngine(self._loaded.engine, self._loaded.tokenizer)
+        self._is_started = False
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._loaded.facts
+
+    @property
+    def builder(self) -> RequestBuilder:
+        return self._loaded.builder
+
+    async def __aenter__(self) -> AsyncLLM:
+        self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown(0.0)
+
+    def start(self) -> None:
+        """Starts the engine on the running event loop; does nothing the second time."""
+        if not self._is_started:
+            self._is_started = True
+            self.engine.start()
+
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Hands over requests made by `builder`; their deltas come out of one stream."""
+        self.start()
+        return self.engine.submit(requests)
+
+    async def generate(
+        self,
+        prompt: Prompt | EncodedPrompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields a RequestOutput at each step that brings news.
+
+        output_kind: `cumulative` (as in vLLM) repeats everything so far, `delta` has only what is new, `final` comes
+        once.
+        Closing the iterator, or cancelling its task, aborts the request. Raises InvalidRequestError,
+        EngineStoppedError.
+        """
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else self.builder.encode(prompt)
+        request = self.builder.build(encoded, params or SamplingParams(), request_id or f"async-{uuid.uuid4().hex}")
+        transcript = Transcript(request, encoded.text)
+        async with self.submit([request]) as stream:
+            while deltas := await stream.take():
+                for delta in deltas:
+                    transcript.add(delta)
+                if output_kind == "delta":
+                    yield transcript.delta_output(deltas)
+                elif output_kind == "cumulative" or stream.is_finished:
+                    yield transcript.output()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with finish reason `abort`; may be called from any thread."""
+        self.engine.abort(request_id)
+
+    async def shutdown(self, timeout_s: float = 0.0) -> bool:
+        """Refuses new requests, lets open ones finish for timeout_s, aborts the rest. True where none had to be
+        aborted.
+        """
+        return await self.engine.shutdown(timeout_s) if self._is_started else True
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # token ids are one prompt
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""HTTP in front of an `AsyncLLM`: OpenAI's JSON, server-sent events, metrics, orderly shutdown."""

@@ -1,0 +1,226 @@
+"""The routes, and what stands before them: API key, body limit, errors in OpenAI's shape. Knows no sockets."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from ropeway._version import __version__
+from ropeway.errors import InvalidRequestError, RopewayError
+from ropeway.llm import AsyncLLM
+from ropeway.server.errors import JSON, BodyTooLargeError, UnauthorizedError, error_json, error_response
+from ropeway.server.exposition import Exposition
+from ropeway.server.openai import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    Generation,
+    answer_events,
+    check_served,
+    start_chat,
+    start_completion,
+    whole_answer,
+)
+from ropeway.server.protocol import (
+    REFUSED_CHAT_FIELDS,
+    REFUSED_COMPLETION_FIELDS,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    parse_body,
+)
+from ropeway.server.sse import EventStreamResponse, Message, Receive, Send, closed_on_disconnect
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP side is told.
+
+    api_key: asked of every /v1 request; None asks for nothing. max_body_bytes: of one request.
+    shutdown_timeout_s: running requests may finish for this long. stall_s: /health is red after this long with work but
+    without a step. has_access_log: one line per request.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_body_bytes: int = 8 << 20
+    shutdown_timeout_s: float = 30.0
+    stall_s: float = 30.0
+    has_access_log: bool = False
+
+
+def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
+    """The ASGI application. Its lifespan starts the engine and shuts it down."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> Any:
+        llm.start()
+        yield
+        await llm.shutdown(0.0)
+
+    app = FastAPI(title="Ropeway", version=__version__, lifespan=lifespan)
+    app.add_exception_handler(RopewayError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_error)
+    _add_generation(app, llm, config)
+    _add_models(app, llm)
+    _add_operation(app, llm, config)
+    if config.api_key is not None:
+        app.add_middleware(ApiKeyGuard, api_key=config.api_key)
+    return app
+
+
+def _add_generation(app: FastAPI, llm: AsyncLLM, config: ServerConfig) -> None:
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
+    async def completions(request: Request) -> Response:
+        fields = await read_json(request, config.max_body_bytes)
+        body = parse_body(CompletionBody, fields, REFUSED_COMPLETION_FIELDS)
+        return await _answer(request, llm, body, await start_completion(llm, body), CompletionFormat())
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        fields = await read_json(request, config.max_body_bytes)
+        body = parse_body(ChatBody, fields, REFUSED_CHAT_FIELDS)
+        return await _answer(request, llm, body, await start_chat(llm, body), ChatFormat())
+
+
+def _add_models(app: FastAPI, llm: AsyncLLM) -> None:
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "ropeway",
+            "root": llm.facts.served_model_names[0],
+            "parent": None,
+            "max_model_len": llm.facts.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [card(name) for name in llm.facts.served_model_names]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        check_served(model_id, llm.facts.served_model_names)
+        return _json(card(model_id))
+
+
+def _add_operation(app: FastAPI, llm: AsyncLLM, config: ServerConfig) -> None:
+    exposition = Exposition(llm.engine, llm.facts.served_model_names[0])
+
+    @app.get("/health")
+    async def health() -> Response:
+        llm.engine.check_health(config.stall_s)
+        return _json({"status": "ok"})
+
+    @app.get("/ping")
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _answer(
+    request: Request, llm: AsyncLLM, body: SamplingBody, generation: Generation, form: Format
+) -> Response:
+    stream = llm.submit(generation.requests)
+    if body.stream:
+        return EventStreamResponse(stream, answer_events(generation, stream, form))
+    async with closed_on_disconnect(request.receive, stream):
+        answer = await whole_answer(generation, stream, form)
+        # A client that has left reads nothing; the status is for the log.
+        status = 200 if stream.is_finished else CLIENT_CLOSED_REQUEST
+        return Response(answer, status_code=status, media_type=JSON)
+
+
+async def read_json(request: Request, max_bytes: int) -> object:
+    """The decoded body. Raises BodyTooLargeError as soon as it is longer than max_bytes, InvalidRequestError if not
+    JSON.
+    """
+    too_large = BodyTooLargeError(f"the body is larger than the {max_bytes} bytes that this server reads")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON in UTF-8: {error}") from None
+
+
+class ApiKeyGuard:
+    """ASGI middleware: /v1 needs `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: Any, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_guarded(scope["path"]) and not self._is_allowed(scope):
+            error = UnauthorizedError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_allowed(self, scope: Message) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+
+
+def _is_guarded(path: str) -> bool:
+    return path == "/v1" or path.startswith("/v1/")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    body = error_json(message, "invalid_request_error", None, code)
+    return Response(body, status_code=error.status_code, media_type=JSON, headers=error.headers)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _json(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type=JSON)
+
+
+def _body_schema(kind: type[SamplingBody]) -> dict[str, Any]:
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}

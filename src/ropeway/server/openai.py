@@ -1,0 +1,279 @@
+"""OpenAI's completions and chat completions: from a validated body to requests, from deltas to JSON and events.
+
+Knows no routes and no sockets. Choices are numbered prompt by prompt: choice = prompt number x n + sequence index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+
+from ropeway.core.params import Request
+from ropeway.engine.async_engine import OutputStream
+from ropeway.errors import EngineStoppedError, InvalidRequestError, RopewayError, UnknownModelError
+from ropeway.inputs import EncodedPrompt
+from ropeway.llm import AsyncLLM
+from ropeway.outputs import Delta
+from ropeway.server.errors import error_body
+from ropeway.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, SamplingBody
+
+T = TypeVar("T")
+
+MAX_CHOICES = 2048
+# Tokenizing this much takes about a millisecond; more goes to a thread, so that streams do not stutter.
+INLINE_PROMPT_CHARACTERS = 4096
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A body turned into requests: what to run, and what the answer is to be called."""
+
+    answer_id: str
+    model: str
+    created: int
+    requests: tuple[Request, ...]
+    includes_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.requests[0].params.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    def choice_numbers(self) -> dict[tuple[str, int], int]:
+        """(request id, sequence index) -> choice."""
+        n = self.requests[0].params.n
+        return {
+            (request.request_id, index): number * n + index
+            for number, request in enumerate(self.requests)
+            for index in range(n)
+        }
+
+    def usage(self, num_completion_tokens: int) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + num_completion_tokens,
+        }
+
+
+async def start_completion(llm: AsyncLLM, body: CompletionBody) -> Generation:
+    """Requests for a completions body. Raises InvalidRequestError, UnknownModelError."""
+    model = _served_model(llm, body)
+    prompts = body.prompts()
+    _check_num_choices(len(prompts), body)
+    encoded = await _off_loop_if_long(_num_characters(prompts), lambda: [llm.builder.encode(each) for each in prompts])
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        longest = max(len(prompt.token_ids) for prompt in encoded)
+        max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, llm.facts.max_model_len - longest))
+    return _generation(llm, body, model, f"cmpl-{uuid.uuid4().hex}", encoded, max_tokens)
+
+
+async def start_chat(llm: AsyncLLM, body: ChatBody) -> Generation:
+    """Requests for a chat body. Raises InvalidRequestError, UnknownModelError."""
+    model = _served_model(llm, body)
+    _check_num_choices(1, body)
+    messages = body.conversation()
+    num_characters = sum(len(str(message["content"])) for message in messages)
+    encoded = await _off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages))
+    return _generation(llm, body, model, f"chatcmpl-{uuid.uuid4().hex}", [encoded], body.num_tokens_asked)
+
+
+class CompletionFormat:
+    """The JSON of /v1/completions."""
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    @staticmethod
+    def choice(number: int, text: str, finish_reason: str | None) -> dict[str, object]:
+        return {"index": number, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+    @staticmethod
+    def first_choice(number: int) -> dict[str, object] | None:
+        return None
+
+    @staticmethod
+    def chunk_parts(number: int) -> tuple[bytes, bytes]:
+        """What stands before the text and between the text and the finish reason of a chunk's choice."""
+        return b'{"index":%d,"text":' % number, b',"logprobs":null,"finish_reason":'
+
+
+class ChatFormat:
+    """The JSON of /v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    @staticmethod
+    def choice(number: int, text: str, finish_reason: str | None) -> dict[str, object]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": number, "message": message, "logprobs": None, "finish_reason": finish_reason}
+
+    @staticmethod
+    def first_choice(number: int) -> dict[str, object] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    @staticmethod
+    def chunk_parts(number: int) -> tuple[bytes, bytes]:
+        return b'{"index":%d,"delta":{"content":' % number, b'},"logprobs":null,"finish_reason":'
+
+
+Format = CompletionFormat | ChatFormat
+
+
+async def whole_answer(generation: Generation, stream: OutputStream, form: Format) -> bytes:
+    """The unstreamed answer. Raises EngineStoppedError where a sequence could not be computed."""
+    numbers = generation.choice_numbers()
+    texts: list[list[str]] = [[] for _ in numbers]
+    reasons: list[str | None] = [None] * len(numbers)
+    num_tokens = 0
+    for delta in await stream.take_all():
+        number = numbers[delta.request_id, delta.index]
+        texts[number].append(delta.text)
+        reasons[number] = delta.finish_reason
+        num_tokens += len(delta.token_ids)
+    if "error" in reasons:
+        raise _computation_error()
+    pieces = zip(texts, reasons, strict=True)
+    choices = [form.choice(number, "".join(text), reason) for number, (text, reason) in enumerate(pieces)]
+    return orjson.dumps(
+        {**_head(generation, form.object_name), "choices": choices, "usage": generation.usage(num_tokens)}
+    )
+
+
+async def answer_events(generation: Generation, stream: OutputStream, form: Format) -> AsyncIterator[bytes]:
+    """The streamed answer as server-sent events; an error after the start is an event of its own."""
+    writer = _ChunkWriter(generation, form)
+    try:
+        first = writer.first()
+        if first:
+            yield first
+        while deltas := await stream.take():
+            chunk = b"".join([writer.chunk(delta) for delta in deltas])
+            if chunk:
+                yield chunk
+        if not stream.is_finished:  # closed: the client has left
+            return
+        yield writer.last()
+    except RopewayError as error:
+        yield _event(error_body(error)[1])
+
+
+class _ChunkWriter:
+    """Writes chunks by joining bytes: everything but the text and the finish reason is known beforehand."""
+
+    def __init__(self, generation: Generation, form: Format) -> None:
+        self._generation = generation
+        self._form = form
+        self._head = orjson.dumps(_head(generation, form.chunk_name))[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if generation.includes_usage else b"]}\n\n"
+        self._parts = {
+            key: (b"data: " + self._head + form.chunk_parts(number)[0], form.chunk_parts(number)[1])
+            for key, number in generation.choice_numbers().items()
+        }
+        self._num_tokens = 0
+
+    def first(self) -> bytes:
+        """What precedes every text: the role of each chat choice."""
+        choices = [self._form.first_choice(number) for number in range(self._generation.num_choices)]
+        return b"".join(
+            b"data: " + self._head + orjson.dumps(choice) + self._tail for choice in choices if choice is not None
+        )
+
+    def chunk(self, delta: Delta) -> bytes:
+        """The event of one delta; nothing where it shows no text yet. Raises where the sequence could not be
+        computed.
+        """
+        self._num_tokens += len(delta.token_ids)
+        if delta.finish_reason is None and not delta.text:
+            return b""
+        if delta.finish_reason == "error":
+            raise _computation_error()
+        before, between = self._parts[delta.request_id, delta.index]
+        reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
+        return b"".join((before, orjson.dumps(delta.text), between, reason, b"}", self._tail))
+
+    def last(self) -> bytes:
+        if not self._generation.includes_usage:
+            return DONE
+        usage = orjson.dumps(self._generation.usage(self._num_tokens))
+        return _event(self._head + b'],"usage":' + usage + b"}") + DONE
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def _head(generation: Generation, object_name: str) -> dict[str, object]:
+    return {
+        "id": generation.answer_id,
+        "object": object_name,
+        "created": generation.created,
+        "model": generation.model,
+    }
+
+
+def _computation_error() -> EngineStoppedError:
+    return EngineStoppedError("the engine could not compute this request; see the server's log")
+
+
+def _generation(
+    llm: AsyncLLM,
+    body: SamplingBody,
+    model: str,
+    answer_id: str,
+    prompts: Sequence[EncodedPrompt],
+    max_tokens: int | None,
+) -> Generation:
+    params = body.sampling_params(max_tokens)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+    requests = tuple(
+        llm.builder.build(prompt, params, f"{answer_id}-{number}") for number, prompt in enumerate(prompts)
+    )
+    return Generation(answer_id, model, int(time.time()), requests, body.includes_usage)
+
+
+def _served_model(llm: AsyncLLM, body: SamplingBody) -> str:
+    served = llm.facts.served_model_names
+    if body.model is None:
+        return served[0]
+    check_served(body.model, served)
+    return body.model
+
+
+def check_served(name: str, served: Sequence[str]) -> None:
+    """Raises UnknownModelError for a name that is not served."""
+    if name not in served:
+        raise UnknownModelError(f"the model {name[:100]!r} is not served here; served: {', '.join(served)}")
+
+
+def _check_num_choices(num_prompts: int, body: SamplingBody) -> None:
+    num_choices = num_prompts * (body.n or 1)
+    if num_choices > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with n = {body.n or 1} are {num_choices} answers; one request may ask for "
+            f"{MAX_CHOICES}",
+            param="n" if num_prompts == 1 else "prompt",
+        )
+
+
+def _num_characters(prompts: Sequence[Any]) -> int:
+    return sum(len(prompt) for prompt in prompts)
+
+
+async def _off_loop_if_long(num_characters: int, work: Callable[[], T]) -> T:
+    return work() if num_characters <= INLINE_PROMPT_CHARACTERS else await asyncio.to_thread(work)

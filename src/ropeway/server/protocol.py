@@ -1,0 +1,308 @@
+"""The JSON bodies of requests: which fields exist, their types, and what becomes of each. Knows no HTTP and no engine.
+
+A field is served, inert (accepted, changes no answer), or refused by name unless it holds its neutral value. Any other
+field is unknown and refused too, as a misspelt one would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ropeway.core.params import SamplingParams
+from ropeway.errors import InvalidRequestError, UnsupportedFieldError
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+INERT_FIELDS = frozenset(
+    {
+        "cache_salt",
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+# Fields that would change the answer and are not served -> the values that ask for nothing. null always asks for
+# nothing.
+_REFUSED_EVERYWHERE: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "echo": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+REFUSED_COMPLETION_FIELDS = {
+    **_REFUSED_EVERYWHERE,
+    "best_of": (1,),
+    "logprobs": (False,),
+    "suffix": ("",),
+}
+REFUSED_CHAT_FIELDS = {
+    **_REFUSED_EVERYWHERE,
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+# Fields of a message that clients send back from an answer. They may only be empty.
+_EMPTY_MESSAGE_FIELDS = ("tool_calls", "function_call", "refusal", "annotations", "audio", "reasoning_content")
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = Field(None, description="End with a chunk that holds the token counts.")
+
+
+class SamplingBody(BaseModel):
+    """What both kinds of completion share. null means the default."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = Field(None, description="A name from /v1/models; may be omitted.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = Field(None, description="0 and -1 keep all.")
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """The parameters asked for. Raises InvalidRequestError with the field's name."""
+        names = (
+            "n",
+            "min_tokens",
+            "temperature",
+            "top_p",
+            "min_p",
+            "seed",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+        )
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.top_k is not None:
+            given["top_k"] = 0 if self.top_k == -1 else self.top_k
+        if self.logit_bias:
+            given["logit_bias"] = {_bias_token_id(key): bias for key, bias in self.logit_bias.items()}
+        return SamplingParams(max_tokens=max_tokens, **given)
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Any = Field(description="Text, a list of texts, token ids, or a list of lists of token ids.")
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, at least one; token ids are not checked yet. Raises InvalidRequestError."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if all(type(item) is int for item in prompt):
+                return [prompt]
+            if all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+                return prompt
+        if prompt == []:
+            raise InvalidRequestError("prompt is empty; give at least one", param="prompt")
+        raise InvalidRequestError(
+            "prompt must be text, a list of texts, a list of token ids, or a list of lists of token ids", param="prompt"
+        )
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+
+    @property
+    def num_tokens_asked(self) -> int | None:
+        """max_completion_tokens, or its old name. Raises InvalidRequestError where both are given and differ."""
+        new, old = self.max_completion_tokens, self.max_tokens
+        if new is not None and old is not None and new != old:
+            raise InvalidRequestError(
+                f"max_completion_tokens is {new} and max_tokens is {old}; give one of them", param="max_tokens"
+            )
+        return old if new is None else new
+
+    def conversation(self) -> list[dict[str, object]]:
+        """The messages for the chat template: role, content as one text, name. Raises InvalidRequestError."""
+        return [_plain_message(index, message) for index, message in enumerate(self.messages)]
+
+
+Body = TypeVar("Body", bound=SamplingBody)
+
+
+def parse_body(kind: type[Body], fields: object, refused: Mapping[str, tuple[object, ...]]) -> Body:
+    """A validated body from decoded JSON. Raises InvalidRequestError or UnsupportedFieldError naming the field."""
+    if not isinstance(fields, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, not {_json_type(fields)}")
+    kept = {}
+    for name, value in fields.items():
+        if name in refused:
+            if value is not None and not any(_is_same(value, neutral) for neutral in refused[name]):
+                raise UnsupportedFieldError(
+                    f"{name} is not supported and would change the answer; leave it out", param=name
+                )
+        elif name not in INERT_FIELDS:
+            kept[name] = value
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    # 0 == False in Python, but not in JSON.
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _from_validation(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    param = str(first["loc"][0]) if first["loc"] else None
+    match first["type"]:
+        case "extra_forbidden":
+            return InvalidRequestError(
+                f"unknown field {path[:100]!r}; see docs/serving.md for those served", param=param
+            )
+        case "missing":
+            return InvalidRequestError(f"{path} is required", param=param)
+    given = _json_type(first["input"])
+    return InvalidRequestError(f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}, not {given}", param=param)
+
+
+def _json_type(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return f"the number {value}"
+        case str():
+            return f"the string {value[:40]!r}"
+        case list():
+            return "an array" if value else "an empty array"
+        case _:
+            return "an object"
+
+
+def _bias_token_id(key: str) -> int:
+    # isdecimal takes no sign, space or underscore, which int() would.
+    if not (key.isascii() and key.isdecimal() and len(key) < 12):
+        raise InvalidRequestError(f"logit_bias has the key {key[:40]!r}; keys are token ids", param="logit_bias")
+    return int(key)
+
+
+def _plain_message(index: int, message: ChatMessage) -> dict[str, object]:
+    where = f"messages.{index}"
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise UnsupportedFieldError(
+            f"{where}.role {message.role[:40]!r} is not supported; supported: {', '.join(_ROLES)}", param="messages"
+        )
+    for name, value in (message.model_extra or {}).items():
+        if name not in _EMPTY_MESSAGE_FIELDS:
+            raise InvalidRequestError(f"unknown field '{where}.{name[:40]}'", param="messages")
+        if value:
+            raise UnsupportedFieldError(f"{where}.{name} is not supported; leave it out", param="messages")
+    plain: dict[str, object] = {"role": role, "content": _plain_content(where, message.content)}
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _plain_content(where: str, content: str | list[dict[str, Any]] | None) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequestError(f"{where}.content is required", param="messages")
+    texts = []
+    for number, fields in enumerate(content):
+        try:
+            part = ContentPart.model_validate({key: fields[key] for key in ("type", "text") if key in fields})
+        except ValidationError as error:
+            raise InvalidRequestError(
+                f"{where}.content.{number}: {_from_validation(error)}", param="messages"
+            ) from None
+        if part.type != "text":
+            raise UnsupportedFieldError(
+                f"{where}.content.{number} is of type {part.type[:40]!r}; only text is supported", param="messages"
+            )
+        if part.text is None:
+            raise InvalidRequestError(f"{where}.content.{number}.text is required", param="messages")
+        texts.append(part.text)
+    return "\n".join(texts)

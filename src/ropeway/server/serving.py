@@ -1,0 +1,141 @@
+"""Running the application on a socket: address, signals, orderly shutdown. Knows nothing of JSON or models.
+
+The first SIGTERM or SIGINT closes the door, lets what runs finish within the timeout, then aborts the rest, each with a
+proper end of its stream. A second signal ends the process's work at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from ropeway.errors import ConfigError
+from ropeway.llm import AsyncLLM
+from ropeway.server.app import ServerConfig, create_app
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# After aborting, the ends of the streams still have to be written to clients, some of whom may not read.
+FAREWELL_S = 2.0
+FORCE_POLL_S = 0.05
+ENGINE_JOIN_S = 5.0
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet, so that an address in use shows before a model is loaded.
+
+    Raises ConfigError with the remedy.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {reason}; choose another with --port (0 takes any free one)"
+        ) from None
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    """http://host:port of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_ready: Callable[[], None]) -> bool:
+    """Serves until a signal. Returns whether it ended in good order: False after a second signal.
+
+    on_ready: called once connections are accepted.
+    """
+    server = _Server(
+        uvicorn.Config(
+            create_app(llm, config),
+            http="httptools",
+            loop="uvloop" if sys.platform != "win32" else "asyncio",
+            log_config=None,
+            access_log=config.has_access_log,
+            backlog=BACKLOG,
+            server_header=False,
+            timeout_graceful_shutdown=None,
+        ),
+        llm,
+        config,
+        on_ready,
+    )
+    server.run(sockets=[sock])
+    if server.force_exit:
+        llm.engine.kill(ENGINE_JOIN_S)
+    return not server.force_exit
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with signals of our own: its own would end the process by the signal instead of by exit code 0."""
+
+    def __init__(
+        self, uvicorn_config: uvicorn.Config, llm: AsyncLLM, config: ServerConfig, on_ready: Callable[[], None]
+    ) -> None:
+        super().__init__(uvicorn_config)
+        self._llm = llm
+        self._shutdown_timeout_s = config.shutdown_timeout_s
+        self._on_ready = on_ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes the door, then waits for the streams: as long as allowed for their ends, then for their aborts."""
+        closing = asyncio.create_task(self._end_streams())
+        try:
+            await super().shutdown(sockets=sockets)
+        finally:
+            closing.cancel()
+
+    async def _end_streams(self) -> None:
+        engine = self._llm.engine
+        if engine.num_open_requests:
+            logger.info("finishing %d requests, for at most %g s", engine.num_open_requests, self._shutdown_timeout_s)
+        if not await self._is_forced_within(self._shutdown_timeout_s):
+            if engine.num_open_requests:
+                logger.warning("time is up: aborting %d requests", engine.num_open_requests)
+            engine.abort_all()
+            await self._is_forced_within(FAREWELL_S)
+        # Left are readers that do not read, or everybody after a second signal.
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    async def _is_forced_within(self, timeout_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while not self.force_exit and loop.time() < end_s:
+            await asyncio.sleep(FORCE_POLL_S)
+        return self.force_exit
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
