@@ -54,16 +54,17 @@ if ! stamped "environment-$kind" "$environment"; then
     "$python" -m venv --clear .venv
     stamp where "$PWD"
   fi
-  pip install --upgrade 'pip>=25' || fail "pip could not install the Python packages" "check the network or PIP_INDEX_URL, then run again"
-  if [ "$kind" = dev ]; then group=".[dev]"; else group="."; fi
   .venv/bin/python scripts/requirements.py "$kind" >build/requirements.txt
-  pip install -r build/requirements.txt || fail "pip could not install the packages of $group" "check the network or PIP_INDEX_URL, then run again"
+  echo "    installing $(wc -l <build/requirements.txt) packages and what they need into .venv (about a minute)"
+  pip install -r build/requirements.txt ||
+    fail "pip could not install the packages listed in build/requirements.txt" "check the network or PIP_INDEX_URL, then run again"
   stamp "environment-$kind" "$environment"
 fi
 
 echo "2/4 build"
 if ! stamped build "$sources"; then
   check_tools
+  echo "    compiling the native module (about a minute)"
   pip install --no-deps --no-build-isolation --config-settings=build-dir=build/cmake --editable . ||
     fail "the native module did not build" "read the compiler's message above; $apt"
   stamp build "$sources"
