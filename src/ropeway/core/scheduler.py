@@ -172,7 +172,7 @@ class Scheduler:
         return self._end_all([s.sequence_id for s in sequences if s.index == index], "stop")
 
     def take_started_ids(self) -> list[str]:
-        """The requests that first ran in the plan made last, once."""
+        """The requests that boarded for the first time in the plan made last, once."""
         started_ids, self._newly_started_ids = self._newly_started_ids, []
         return started_ids
 

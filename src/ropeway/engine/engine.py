@@ -85,7 +85,7 @@ class Engine:
         return self._scheduler.commit(plan, result)
 
     def take_started_ids(self) -> list[str]:
-        """The requests that first ran in the last step, once."""
+        """The requests that boarded for the first time in the last step, once."""
         return self._scheduler.take_started_ids()
 
     def stats(self) -> EngineStats:

@@ -1,0 +1,213 @@
+"""The scheduler under every order of calls: tiny pools, tight budgets, both ways of batching, failures at any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ropeway.core.admission import OptimisticAdmission, ReserveAdmission
+from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
+from ropeway.core.plan import StepPlan, StepResult
+from ropeway.core.scheduler import Scheduler
+from ropeway.errors import InvalidRequestError, RequestTooLargeError
+from support.scheduling import STOP_TOKEN_ID, PlanModel, make_request, make_scheduler, sampled_ids
+
+BATCHINGS: dict[str, Callable[[], Batching]] = {
+    "continuous": ContinuousBatching,
+    "continuous, watermark": lambda: ContinuousBatching(OptimisticAdmission(2)),
+    "continuous, reserve": lambda: ContinuousBatching(ReserveAdmission()),
+    "static": StaticBatching,
+    "static-padded": lambda: StaticBatching(is_padded=True),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a scheduler is made of."""
+
+    num_blocks: int
+    block_size: int
+    budget: int
+    max_num_seqs: int
+    num_groups: int
+    batching: str
+
+    def make(self) -> Scheduler:
+        return make_scheduler(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            budget=self.budget,
+            max_num_seqs=self.max_num_seqs,
+            num_groups=self.num_groups,
+            batching=BATCHINGS[self.batching](),
+        )
+
+
+SHAPES = st.builds(
+    Shape,
+    num_blocks=st.integers(1, 9),
+    block_size=st.integers(1, 4),
+    budget=st.integers(1, 9),
+    max_num_seqs=st.integers(1, 4),
+    num_groups=st.integers(1, 2),
+    batching=st.sampled_from(sorted(BATCHINGS)),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every call goes through `_call`, which records it with its outcome, so that the whole run can be played again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, tuple[Any, ...], Any]] = []
+        self.in_flight: StepPlan | None = None
+        self.num_requests = 0
+
+    @initialize(shape=SHAPES)
+    def start(self, shape: Shape) -> None:
+        self.shape = shape
+        self.scheduler = shape.make()
+        self.model = PlanModel(shape.block_size, shape.num_groups, shape.budget, shape.max_num_seqs)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        outcome = getattr(self.scheduler, method)(*args)
+        self.log.append((method, args, outcome))
+        return outcome
+
+    @rule(
+        num_prompt_tokens=st.integers(1, 12),
+        max_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        min_tokens=st.integers(0, 3),
+    )
+    def add(self, num_prompt_tokens: int, max_tokens: int, n: int, min_tokens: int) -> None:
+        request = make_request(
+            str(self.num_requests), num_prompt_tokens, max_tokens, n=n, min_tokens=min(min_tokens, max_tokens)
+        )
+        if num_prompt_tokens + max_tokens > self.shape.num_blocks * self.shape.block_size:
+            try:
+                self.scheduler.add(request)
+            except RequestTooLargeError:
+                return
+            raise AssertionError("what can never fit was accepted")
+        self.num_requests += 1
+        self.model.add(self._call("add", request))
+
+    @precondition(lambda self: self.model.unfinished)
+    @rule(data=st.data())
+    def add_an_id_in_use(self, data: st.DataObject) -> None:
+        track = data.draw(st.sampled_from(self.model.unfinished))
+        try:
+            self.scheduler.add(make_request(track.sequence.request.request_id, 1, 1))
+        except InvalidRequestError:
+            return
+        raise AssertionError("a request id in use was accepted")
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def plan(self) -> None:
+        had_work = bool(self.model.unfinished)
+        assert self.scheduler.has_work == had_work
+        self.in_flight = self._call("plan")
+        assert (self.in_flight is not None) == had_work, "work, and none of it done"
+        if self.in_flight is not None:
+            self.model.apply(self.in_flight)
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        assert self.in_flight is not None
+        ids = sampled_ids(self.in_flight)
+        failed_ids = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if ids else set()
+        drawn_ids = tuple(i for i in ids if i not in failed_ids)
+        token_ids = data.draw(st.tuples(*[st.integers(STOP_TOKEN_ID, 4)] * len(drawn_ids)))
+        result = StepResult(self.in_flight.step_id, drawn_ids, token_ids, tuple(failed_ids))
+        stopped = [i for i, t in zip(drawn_ids, token_ids, strict=True) if t == STOP_TOKEN_ID]
+        may_end = [t for i, t in self.model.tracks.items() if i in stopped and t.finish_reason is None]
+        expected = [t for t in may_end if _num_generated(t) >= t.sequence.request.params.min_tokens]
+        self.model.take(self._call("commit", self.in_flight, result))
+        self.in_flight = None
+        assert all(track.finish_reason == "stop" for track in expected), "a stop token did not end its sequence"
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule(chance=st.integers(0, 9))
+    def fail(self, chance: int) -> None:
+        if chance == 0:  # rarely: it ends everything that runs
+            assert self.in_flight is not None
+            failed_ids = self.in_flight.sequence_ids
+            self.model.take(self._call("fail", self.in_flight))
+            self.in_flight = None
+            assert all(self.model.tracks[i].finish_reason for i in failed_ids)
+
+    @rule(number=st.integers(0, 30), is_abort=st.booleans(), index=st.integers(0, 2))
+    def end(self, number: int, is_abort: bool, index: int) -> None:
+        request_id = str(number)
+        ending = [t for (name, i), t in self.model.by_name.items() if name == request_id and (is_abort or i == index)]
+        open_tracks = [t for t in ending if t.finish_reason is None]
+        free_before = self.scheduler.stats().num_free_blocks
+        held = sum(len(t.sequence.block_ids[0]) for t in open_tracks if t.sequence.block_ids)
+        events = self._call("abort", request_id) if is_abort else self._call("stop", request_id, index)
+        self.model.take(events)
+        assert len(events) == len(open_tracks) and all(t.finish_reason for t in ending)
+        if is_abort or not self.shape.batching.startswith("static"):
+            assert self.scheduler.stats().num_free_blocks >= free_before + held, "blocks are not free at once"
+
+    @invariant()
+    def everything_is_in_its_place(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+            self.model.check_counters(self.scheduler)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self._drain()
+        stats = self.scheduler.stats()
+        assert stats.num_free_blocks == stats.num_blocks and not self.scheduler.has_work
+        self._replay()
+
+    def _drain(self) -> None:
+        """Once arrivals end, everybody finishes, in a bounded number of steps."""
+        if self.in_flight is not None:
+            self.commit_all(self.in_flight)
+        unfinished = self.model.unfinished
+        num_tokens = sum(t.sequence.max_num_tokens for t in unfinished)
+        for _ in range((len(unfinished) + 1) * num_tokens):
+            plan = self._call("plan")
+            if plan is None:
+                break
+            self.model.apply(plan)
+            self.commit_all(plan)
+            self.everything_is_in_its_place()
+        assert not self.model.unfinished, "somebody starves"
+
+    def commit_all(self, plan: StepPlan) -> None:
+        ids = sampled_ids(plan)
+        self.model.take(self._call("commit", plan, StepResult(plan.step_id, ids, (1,) * len(ids))))
+
+    def _replay(self) -> None:
+        """The same calls on a new scheduler have the same outcomes."""
+        scheduler = self.shape.make()
+        plan = None
+        for method, args, outcome in self.log:
+            if method in ("commit", "fail"):
+                args = (plan, *args[1:])
+            again = getattr(scheduler, method)(*args)
+            if method == "add":
+                assert [s.sequence_id for s in again] == [s.sequence_id for s in outcome]
+            else:
+                assert again == outcome
+            plan = again if method == "plan" else plan
+
+
+def _num_generated(track: Any) -> int:
+    return int(track.num_tokens - track.sequence.num_prompt_tokens)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
