@@ -13,6 +13,7 @@ from ropeway.errors import ConfigError
 from ropeway.model.loading import Model, load_model
 from support.batches import sample_batch
 from support.forward_batches import Stretch, all_logits, forward_batch
+from support.goldens import GOLDEN_MODELS, LOGIT_STRIDE, file_digest, golden
 from support.random_gguf import ODD_MODEL, write_random_gguf
 
 TOKEN_IDS = np.random.default_rng(1).integers(0, ODD_MODEL.vocab_size, 40).tolist()
@@ -89,7 +90,34 @@ def test_a_pool_without_blocks_is_refused(odd_model: Model) -> None:
         ReferenceBackend(odd_model.program, odd_model.tensors, num_kv_blocks=0)
 
 
-def test_default_model_loads(model_path: Path) -> None:
-    model = load_model(model_path)
-    assert model.program.vocab_size == 49152
-    assert model.program.context_length == 8192
+class TestAgainstTransformers:
+    """The gate of float32: max |difference| / max |logit| per position."""
+
+    MAX_RELATIVE_ERROR = 1e-4
+
+    @pytest.mark.parametrize("name", GOLDEN_MODELS)
+    def test_random_models(self, tmp_path: Path, name: str) -> None:
+        path = write_random_gguf(tmp_path / "model.gguf", GOLDEN_MODELS[name])
+        expected = golden(f"random_{name}")
+        assert np.array_equal(file_digest(path), expected["digest"]), (
+            "the random model is not the one of its golden (a new numpy?): derive the goldens again, make oracle"
+        )
+        logits = all_logits(backend(load_model(path)), expected["token_ids"].tolist())
+        assert relative_error(logits, expected["logits"]) < self.MAX_RELATIVE_ERROR
+
+    def test_default_model(self, model_path: Path) -> None:
+        expected = golden("default_logits")
+        one = backend(load_model(model_path))
+        token_ids, indptr = expected["token_ids"].tolist(), expected["prompt_indptr"]
+        prompts = [token_ids[start:end] for start, end in zip(indptr[:-1], indptr[1:], strict=True)]
+        logits = np.concatenate([all_logits(one, prompt) for prompt in prompts])
+        allowed = self.MAX_RELATIVE_ERROR * expected["max_abs"]
+        top_ids = expected["top_ids"].astype(np.int64)
+        top_error = np.abs(np.take_along_axis(logits, top_ids, axis=1) - expected["top_logits"])
+        strided_error = np.abs(logits[:, ::LOGIT_STRIDE] - expected["strided_logits"])
+        assert (top_error.max(axis=1) < allowed).all()
+        assert (strided_error.max(axis=1) < allowed).all()
+        assert (np.abs(np.abs(logits).max(axis=1) - expected["max_abs"]) < allowed).all()
+        # A mean error of every logit, of one sign, below a tenth of the gate.
+        mean_error = np.abs(logits.sum(axis=1, dtype=np.float64) - expected["sum"]) / logits.shape[1]
+        assert (mean_error < allowed / 10).all()

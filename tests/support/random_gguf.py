@@ -203,16 +203,17 @@ class RandomModel:
     metadata: Mapping[str, object] | None = None
 
 
-# 5 query heads per KV head, heads wider than hidden / heads, a vocabulary of no round size, an untied head.
+# 5 query heads per KV head, heads wider than hidden / heads, rope over part of a head, a vocabulary of no round size,
+# an untied head. Every input width is a multiple of 32, so that it can be stored in any type.
 ODD_MODEL = RandomModel(
     num_layers=3,
-    hidden_size=96,
+    hidden_size=160,
     num_heads=10,
     num_kv_heads=2,
-    head_dim=24,
-    intermediate_size=160,
+    head_dim=48,
+    intermediate_size=224,
     vocab_size=1003,
-    rotary_dim=16,
+    rotary_dim=32,
     weight_type=TensorType.F16,
     is_tied=False,
     has_bias=True,

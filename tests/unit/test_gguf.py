@@ -275,11 +275,11 @@ class TestLoading:
 
     def test_odd_model_loads(self, tmp_path: Path) -> None:
         model = load_model(write_random_gguf(tmp_path / "m.gguf", ODD_MODEL))
-        assert (model.config.head_dim, model.config.rotary_dim) == (24, 16)
-        assert model.program.weights["output.weight"].shape == (1003, 96)
-        assert model.program.weights["rope_freqs.weight"].shape == (8,)
-        assert model.program.weights["blk.2.attn_k.bias"].shape == (48,)
-        assert model.program.buffers["q"] == 240
+        assert (model.config.head_dim, model.config.rotary_dim) == (48, 32)
+        assert model.program.weights["output.weight"].shape == (1003, 160)
+        assert model.program.weights["rope_freqs.weight"].shape == (16,)
+        assert model.program.weights["blk.2.attn_k.bias"].shape == (96,)
+        assert model.program.buffers["q"] == 480
 
     def test_requantised_copy(self, tmp_path: Path) -> None:
         source = write_random_gguf(tmp_path / "a.gguf", RandomModel())
