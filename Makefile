@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle wheel clean
+.PHONY: help setup serve test lint format oracle evidence-numerics wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -33,6 +33,14 @@ format: ## rewrite sources in the house format
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(NATIVE_SOURCES)
+
+oracle: ## derive the goldens again with transformers, and compare (ARGS=--write replaces them); needs 2 GB for torch
+	@test -f build/oracle/.stamp || { python3 -m venv build/oracle && build/oracle/bin/pip install --quiet -r benchmarks/oracle-requirements.txt && touch build/oracle/.stamp; }
+	@PYTHONPATH=src:tests scripts/env.sh build/oracle/bin/python benchmarks/oracle.py $(ARGS)
+
+evidence-numerics: ## native against float32 over the texts of benchmarks/texts, and against llama.cpp (about 15 minutes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/numerics.py $(ARGS)
 
 wheel: ## a wheel for any x86-64, in dist/
 	@scripts/setup.sh dev build
