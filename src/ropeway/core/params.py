@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ropeway.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_SEED = 2**64 - 1
+MAX_COUNT = 2**31 - 1  # of tokens and token ids: what an int32 column of a batch holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +53,21 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias must map token ids to numbers, not {_shortened(self.logit_bias)}", param="logit_bias"
+            )
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
         _check_int("n", self.n, low=1, high=128)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, low=1)
-        _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
+            _check_int("max_tokens", self.max_tokens, low=1, high=MAX_COUNT)
+        _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens or MAX_COUNT)
         _check_float("temperature", self.temperature, low=0.0, high=100.0)
-        _check_int("top_k", self.top_k, low=0)
+        _check_int("top_k", self.top_k, low=0, high=MAX_COUNT)
         _check_float("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
         if self.seed is not None:
@@ -70,15 +76,17 @@ class SamplingParams:
         _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         for token_id, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias", token_id, low=0)
+            _check_int("logit_bias", token_id, low=0, high=MAX_COUNT)
             _check_float("logit_bias", bias, low=-100.0, high=100.0)
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise InvalidRequestError(f"stop must hold non-empty strings, not {text!r}", param="stop")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, low=0)
+                raise InvalidRequestError(f"stop must hold non-empty strings, not {_shortened(text)}", param="stop")
+        for token_id in stop_token_ids:
+            _check_int("stop_token_ids", token_id, low=0, high=MAX_COUNT)
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}", param="ignore_eos")
+            raise InvalidRequestError(
+                f"ignore_eos must be true or false, not {_shortened(self.ignore_eos)}", param="ignore_eos"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -102,20 +110,38 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
 
 
-def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise InvalidRequestError(f"{name} must be a list, not {_shortened(values)}", param=name)
+    return tuple(values)
+
+
+def _check_int(name: str, value: object, *, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, not {value!r}", param=name)
-    if value < low or (high is not None and value > high):
-        raise InvalidRequestError(f"{name} must be {_span(low, high)}, not {value}", param=name)
+        raise InvalidRequestError(f"{name} must be an integer, not {_shortened(value)}", param=name)
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be from {low} to {high}, not {_shortened(value)}", param=name)
 
 
 def _check_float(name: str, value: object, *, low: float, high: float, low_is_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}", param=name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, not {_shortened(value)}", param=name)
     if not low <= value <= high or (low_is_open and value == low):
-        span = f"above {low:g} and at most {high:g}" if low_is_open else _span(low, high)
+        span = f"above {low:g} and at most {high:g}" if low_is_open else f"from {low:g} to {high:g}"
         raise InvalidRequestError(f"{name} must be {span}, not {value:g}", param=name)
 
 
-def _span(low: float, high: float | None) -> str:
-    return f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of a float
+        return False
+
+
+def _shortened(value: object) -> str:
+    """The value as Python writes it, cut to a length that fits a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write integers of more than a few thousand digits
+        text = f"an integer of {int.bit_length(value)} bits"  # type: ignore[arg-type]
+    return text if len(text) <= 60 else text[:60] + "..."
