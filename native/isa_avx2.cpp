@@ -1,0 +1,25 @@
+// AVX2, FMA and F16C, compiled with their flags: nothing here may have external linkage but the table.
+#ifdef ROPEWAY_HAS_AVX2
+#include <string.h>
+
+#include "kernels.h"
+#include "vec/avx2.h"
+// The kernels are written over the names of vec/*.h, so the order matters.
+#include "kernels/quantize.h"
+#include "kernels/gemm_tile.h"
+#include "kernels/gemm_u4.h"
+#include "kernels/gemm_s8.h"
+#include "kernels/gemm_float.h"
+#include "kernels/gemm.h"
+
+namespace ropeway {
+
+extern const Kernels kAvx2Kernels;
+const Kernels kAvx2Kernels = {
+    .name = "avx2",
+    .quantize_rows = quantize_rows,
+    .gemm = gemm,
+};
+
+}  // namespace ropeway
+#endif

@@ -1,0 +1,23 @@
+// The kernels for any machine.
+#include <string.h>
+
+#include "kernels.h"
+#include "vec/scalar.h"
+// The kernels are written over the names of vec/*.h, so the order matters.
+#include "kernels/quantize.h"
+#include "kernels/gemm_tile.h"
+#include "kernels/gemm_u4.h"
+#include "kernels/gemm_s8.h"
+#include "kernels/gemm_float.h"
+#include "kernels/gemm.h"
+
+namespace ropeway {
+
+extern const Kernels kScalarKernels;
+const Kernels kScalarKernels = {
+    .name = "scalar",
+    .quantize_rows = quantize_rows,
+    .gemm = gemm,
+};
+
+}  // namespace ropeway

@@ -1,0 +1,79 @@
+// 8-bit weights x int8 activations, both widened to int16 because 2 * 128 * 127 leaves no room for a sum in int16. Per group of
+// 32 inputs and output: 16 pair products summed in int32 (exact), then acc = fma(float(sum), d * a_scale, acc).
+#pragma once
+
+namespace ropeway {
+namespace {
+
+// Weights as packed: bytes, f16 scales.
+struct PackedS8 {
+  static constexpr int kCodeBytes = kGroup * kTileColumns;
+  static constexpr int kStepBytes = kCodeBytes + 2 * kTileColumns;
+  const uint8_t* group;
+  Bits256 codes(int p, int half) const { return load_i8_as_i16(reinterpret_cast<const int8_t*>(group + (p * 2 + half) * 16)); }
+  F32x8 scale(int half) const { return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + half * kLanes); }
+};
+
+// Weights unpacked: int16 codes, float32 scales.
+struct PanelS8 {
+  static constexpr int kCodeBytes = 2 * kGroup * kTileColumns;
+  static constexpr int kStepBytes = kCodeBytes + 4 * kTileColumns;
+  const uint8_t* group;
+  Bits256 codes(int p, int half) const { return load_bits(group + (p * 2 + half) * 32); }
+  F32x8 scale(int half) const { return load_f32(reinterpret_cast<const float*>(group + kCodeBytes) + half * kLanes); }
+};
+
+struct GemmS8 {
+  using Packed = PackedS8;
+  using Panel = PanelS8;
+  static constexpr int kStepInputs = kGroup;
+  static constexpr int kPanelSteps = 12;  // 13 KB
+  static constexpr int kDirectRows = 2;
+
+  static void unpack(const uint8_t* packed, int count, uint8_t* panel) {
+    for (int g = 0; g < count; g++, packed += Packed::kStepBytes, panel += Panel::kStepBytes) {
+      Packed from{packed};
+      for (int p = 0; p < 16; p++) {
+        store_bits(panel + (p * 2 + 0) * 32, from.codes(p, 0));
+        store_bits(panel + (p * 2 + 1) * 32, from.codes(p, 1));
+      }
+      for (int half = 0; half < 2; half++) {
+        store_f32(reinterpret_cast<float*>(panel + Panel::kCodeBytes) + half * kLanes, from.scale(half));
+      }
+    }
+  }
+
+  template <class Source, int Rows>
+  static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc) {
+    const int num_groups = a.k / kGroup;
+    const int16_t* codes = a.codes16 + size_t(row) * a.k + size_t(steps.begin) * kGroup;
+    const float* scales = a.scales + size_t(row) * num_groups + steps.begin;
+    for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, codes += kGroup) {
+      const Source w{weights};
+      Bits256 s[Rows][2];
+#pragma GCC unroll 16
+      for (int p = 0; p < 16; p++) {
+        const Bits256 w0 = w.codes(p, 0), w1 = w.codes(p, 1);
+#pragma GCC unroll 8
+        for (int i = 0; i < Rows; i++) {
+          const Bits256 x = broadcast_32(codes + size_t(i) * a.k + 2 * p);
+          const Bits256 p0 = dot_i16(w0, x), p1 = dot_i16(w1, x);
+          s[i][0] = p ? add_i32(s[i][0], p0) : p0;
+          s[i][1] = p ? add_i32(s[i][1], p1) : p1;
+        }
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < Rows; i++) {
+        const F32x8 scale = broadcast_f32(scales + size_t(i) * num_groups + g);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          float* to = acc + i * kTileColumns + half * kLanes;
+          store_f32(to, fma(i32_to_f32(s[i][half]), mul(w.scale(half), scale), load_f32(to)));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ropeway

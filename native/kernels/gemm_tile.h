@@ -1,0 +1,78 @@
+// What the gemm kernels share: the walk over column tiles, row blocks, blocks of K and row tiles.
+//
+// Few rows read the packed weights directly. With more, a block of K of one column tile is unpacked once into a panel that
+// stays in the first-level cache, and every row tile reads it from there. Accumulators live in a buffer too, read and written
+// once per group: the registers belong to the sums inside a group. Whatever the path, an output starts at zero and takes its
+// groups (or inputs) in ascending order through the same operations, so its bits do not depend on the path.
+#pragma once
+
+namespace ropeway {
+namespace {
+
+constexpr int kTileRows = 6;    // rows that share a weight vector in a register
+constexpr int kBlockRows = 96;  // rows that share an unpacked panel
+
+// A block of K: steps (groups, or inputs for the float forms) [begin, begin + count).
+struct StepRange {
+  int begin, count;
+};
+
+// Writes the first `columns` of each row of kTileColumns accumulators.
+inline void store_tile(const float* acc, int num_rows, int columns, float* out, int64_t ld_out) {
+  for (int r = 0; r < num_rows; r++, acc += kTileColumns, out += ld_out) {
+    if (columns == kTileColumns) {
+      store_f32(out, load_f32(acc));
+      store_f32(out + kLanes, load_f32(acc + kLanes));
+    } else {
+      for (int c = 0; c < columns; c++) out[c] = acc[c];
+    }
+  }
+}
+
+// Kernel::multiply with the number of rows known to the compiler, over the row tiles of [row, row + num_rows).
+template <class Kernel, class Source>
+inline void multiply_rows(const uint8_t* weights, StepRange steps, const Activations& a, int row, int num_rows, float* acc) {
+  for (; num_rows >= kTileRows; num_rows -= kTileRows, row += kTileRows, acc += kTileRows * kTileColumns) {
+    Kernel::template multiply<Source, kTileRows>(weights, steps, a, row, acc);
+  }
+  switch (num_rows) {
+    case 5: return Kernel::template multiply<Source, 5>(weights, steps, a, row, acc);
+    case 4: return Kernel::template multiply<Source, 4>(weights, steps, a, row, acc);
+    case 3: return Kernel::template multiply<Source, 3>(weights, steps, a, row, acc);
+    case 2: return Kernel::template multiply<Source, 2>(weights, steps, a, row, acc);
+    case 1: return Kernel::template multiply<Source, 1>(weights, steps, a, row, acc);
+    default: return;
+  }
+}
+
+// A Kernel has: Packed and Panel, the two sources of weights (kStepBytes each); kPanelSteps; kDirectRows, the most rows that
+// read Packed; unpack(packed, count, panel); multiply<Source, Rows>(weights, steps, a, row, acc).
+template <class Kernel>
+void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out, int64_t ld_out) {
+  using Packed = typename Kernel::Packed;
+  using Panel = typename Kernel::Panel;
+  alignas(64) float acc[kBlockRows * kTileColumns];
+  alignas(64) uint8_t panel[Kernel::kPanelSteps * Panel::kStepBytes];
+  const int num_steps = w.k / Kernel::kStepInputs;
+  for (int col = col0; col < col1; col += kTileColumns) {
+    const uint8_t* tile = w.data + size_t(col / kTileColumns) * num_steps * Packed::kStepBytes;
+    const int columns = col1 - col < kTileColumns ? col1 - col : kTileColumns;
+    for (int row = row0; row < row1; row += kBlockRows) {
+      const int num_rows = row1 - row < kBlockRows ? row1 - row : kBlockRows;
+      memset(acc, 0, size_t(num_rows) * kTileColumns * sizeof(float));
+      if (num_rows <= Kernel::kDirectRows) {
+        multiply_rows<Kernel, Packed>(tile, {0, num_steps}, a, row, num_rows, acc);
+      } else {
+        for (int step = 0; step < num_steps; step += Kernel::kPanelSteps) {
+          const int count = num_steps - step < Kernel::kPanelSteps ? num_steps - step : Kernel::kPanelSteps;
+          Kernel::unpack(tile + size_t(step) * Packed::kStepBytes, count, panel);
+          multiply_rows<Kernel, Panel>(panel, {step, count}, a, row, num_rows, acc);
+        }
+      }
+      store_tile(acc, num_rows, columns, out + row * ld_out + col, ld_out);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ropeway

@@ -1,0 +1,84 @@
+// Vectors of 256 bits on AVX2 + FMA + F16C: eight 32-bit lanes. The same names as vec/scalar.h, with the same bits in every result.
+//
+// Included by isa_avx2.cpp alone, inside nothing; knows no kernels. Integer vectors share one type: the suffix of a function
+// names the lanes it works on.
+#pragma once
+#include <immintrin.h>
+#include <string.h>
+
+#include <cstdint>
+
+namespace ropeway {
+namespace {
+
+using F32x8 = __m256;
+using Bits256 = __m256i;
+
+inline F32x8 zero_f32() { return _mm256_setzero_ps(); }
+inline F32x8 broadcast_f32(const float* p) { return _mm256_broadcast_ss(p); }
+inline F32x8 set_f32(float x) { return _mm256_set1_ps(x); }
+inline F32x8 load_f32(const float* p) { return _mm256_loadu_ps(p); }
+inline void store_f32(float* p, F32x8 v) { _mm256_storeu_ps(p, v); }
+inline F32x8 add(F32x8 a, F32x8 b) { return _mm256_add_ps(a, b); }
+inline F32x8 mul(F32x8 a, F32x8 b) { return _mm256_mul_ps(a, b); }
+// a * b + c, rounded once.
+inline F32x8 fma(F32x8 a, F32x8 b, F32x8 c) { return _mm256_fmadd_ps(a, b, c); }
+
+inline F32x8 load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline F32x8 load_bf16(const uint16_t* p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+
+inline Bits256 load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_bits(void* p, Bits256 v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+// The four bytes at p in every 32-bit lane.
+inline Bits256 broadcast_32(const void* p) {
+  int32_t word;
+  memcpy(&word, p, 4);
+  return _mm256_set1_epi32(word);
+}
+inline Bits256 low_nibbles(Bits256 v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Bits256 high_nibbles(Bits256 v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+// Sixteen signed bytes at p as int16.
+inline Bits256 load_i8_as_i16(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// int16 lanes: u[2i] * s[2i] + u[2i + 1] * s[2i + 1], u unsigned bytes, s signed; the caller keeps it within int16.
+inline Bits256 dot_u8_i8(Bits256 u, Bits256 s) { return _mm256_maddubs_epi16(u, s); }
+inline Bits256 add_i16(Bits256 a, Bits256 b) { return _mm256_add_epi16(a, b); }
+// int32 lanes: a[2i] * b[2i] + a[2i + 1] * b[2i + 1] over int16.
+inline Bits256 dot_i16(Bits256 a, Bits256 b) { return _mm256_madd_epi16(a, b); }
+inline Bits256 add_i32(Bits256 a, Bits256 b) { return _mm256_add_epi32(a, b); }
+inline Bits256 pair_sums_i16(Bits256 v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
+inline F32x8 i32_to_f32(Bits256 v) { return _mm256_cvtepi32_ps(v); }
+// Nearest integer, ties to even; the caller keeps |v| below 2^31.
+inline Bits256 f32_to_i32(F32x8 v) { return _mm256_cvtps_epi32(v); }
+// The bits of |v|: as integers they order like the magnitudes, infinity and then NaN last.
+inline Bits256 magnitude_bits(F32x8 v) { return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff)); }
+inline Bits256 max_i32(Bits256 a, Bits256 b) { return _mm256_max_epi32(a, b); }
+inline int32_t reduce_max_i32(Bits256 v) {
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1));
+  return _mm_cvtsi128_si32(m);
+}
+inline int32_t reduce_add_i32(Bits256 v) {
+  __m128i m = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0xb1));
+  return _mm_cvtsi128_si32(m);
+}
+// The low byte of each of the 32 lanes of a, b, c, d in order, to out; values fit in a signed byte.
+inline void store_i32_as_i8(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
+  __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+  store_bits(out, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+}
+// The low half of each of the 16 lanes of a, b in order, to out; values fit in int16.
+inline void store_i32_as_i16(int16_t* out, Bits256 a, Bits256 b) {
+  store_bits(out, _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
+}
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace
+}  // namespace ropeway
