@@ -45,7 +45,8 @@ const Kernels& select_kernels(std::optional<std::string_view> name) {
     if (*name == table->name) return *table;
     known += (known.empty() ? "" : ", ") + std::string(table->name);
   }
-  throw std::invalid_argument(source + " '" + std::string(*name) + "' is unknown or not supported by this machine; supported: " + known);
+  throw std::invalid_argument(source + " '" + std::string(*name) +
+                              "' is unknown or not supported by this machine; supported: " + known);
 }
 
 }  // namespace ropeway

@@ -2,14 +2,17 @@
 #include <string.h>
 
 #include "kernels.h"
-#include "vec/scalar.h"
+
 // The kernels are written over the names of vec/*.h, so the order matters.
+// clang-format off
+#include "vec/scalar.h"
 #include "kernels/quantize.h"
 #include "kernels/gemm_tile.h"
 #include "kernels/gemm_u4.h"
 #include "kernels/gemm_s8.h"
 #include "kernels/gemm_float.h"
 #include "kernels/gemm.h"
+// clang-format on
 
 namespace ropeway {
 

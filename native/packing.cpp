@@ -23,9 +23,12 @@ struct BlockShape {
 };
 BlockShape block_shape(TensorType type) {
   switch (type) {
-    case TensorType::Q8_0: return {34, 2};
-    case TensorType::Q4_0: return {18, 2};
-    default: return {20, 4};
+    case TensorType::Q8_0:
+      return {34, 2};
+    case TensorType::Q4_0:
+      return {18, 2};
+    default:
+      return {20, 4};
   }
 }
 
@@ -101,12 +104,22 @@ size_t row_bytes(TensorType type, int k) {
 PackedMatrix packed_shape(TensorType type, int n, int k) {
   PackedMatrix w{};
   switch (type) {
-    case TensorType::F32: w.form = Form::F32; break;
-    case TensorType::F16: w.form = Form::F16; break;
-    case TensorType::BF16: w.form = Form::BF16; break;
-    case TensorType::Q8_0: w.form = Form::S8; break;
+    case TensorType::F32:
+      w.form = Form::F32;
+      break;
+    case TensorType::F16:
+      w.form = Form::F16;
+      break;
+    case TensorType::BF16:
+      w.form = Form::BF16;
+      break;
+    case TensorType::Q8_0:
+      w.form = Form::S8;
+      break;
     case TensorType::Q4_0:
-    case TensorType::Q4_1: w.form = Form::U4; break;
+    case TensorType::Q4_1:
+      w.form = Form::U4;
+      break;
   }
   w.has_min = type == TensorType::Q4_1;
   w.n = n;
@@ -131,7 +144,8 @@ void pack_columns(const PackedMatrix& w, std::span<const TensorRows> tensors, in
     }
     BlockShape block = block_shape(type);
     for (int g = 0; g < w.k / kGroup; g++) {
-      pack_group(w, row ? row + size_t(g) * block.bytes : nullptr, block.codes, column % kTileColumns, tile + g * group_bytes(w));
+      pack_group(w, row ? row + size_t(g) * block.bytes : nullptr, block.codes, column % kTileColumns,
+                 tile + g * group_bytes(w));
     }
   }
 }
@@ -190,8 +204,8 @@ void unpack_row(const PackedMatrix& w, int row, float* out) {
   for (int i = 0; i < w.k; i++) out[i] = load_value(w.form, tile + (size_t(i) * kTileColumns + column) * size);
 }
 
-// Small enough that a thread slowed by other work holds the rest up by a few per cent at most; large enough that claiming
-// a chunk (tens of ns) and starting its stream of weights do not show.
+// Small enough that a thread slowed by other work holds the rest up by a few per cent at most; large enough that
+// claiming a chunk (tens of ns) and starting its stream of weights do not show.
 int gemm_chunk_columns(const PackedMatrix& w, int num_rows, int num_threads) {
   constexpr double kChunkMultiplyAdds = 2e6;
   int tiles = w.n_padded / kTileColumns;

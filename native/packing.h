@@ -1,9 +1,11 @@
 // Weights from the file's rows to the forms the gemm kernels read. Exact: every scale, min and code keeps its bits.
 //
 // Layouts, per tile of kTileColumns = 16 outputs, tiles one after another (column c = 16 * tile + 8 * half + lane):
-//   U4          per group of 32 inputs: 4 x 2 vectors of 32 code bytes (byte 4 * lane + t of vector (j, half): input 8j + t in the
+//   U4          per group of 32 inputs: 4 x 2 vectors of 32 code bytes (byte 4 * lane + t of vector (j, half): input 8j
+//   + t in the
 //               low nibble, 8j + 4 + t in the high one), then f16 d[16], then f16 m[16] if has_min
-//   S8          per group of 32 inputs: 16 x 2 vectors of 16 code bytes (byte 2 * lane + t of vector (p, half): input 2p + t),
+//   S8          per group of 32 inputs: 16 x 2 vectors of 16 code bytes (byte 2 * lane + t of vector (p, half): input
+//   2p + t),
 //               then f16 d[16]
 //   F16 BF16 F32   per input: 16 values
 // Knows no threads: pack_columns works on a range of columns, so that a pool can share a load.
@@ -34,14 +36,15 @@ PackedMatrix packed_shape(TensorType type, int n, int k);
 // Bytes of w.data.
 size_t packed_bytes(const PackedMatrix& w);
 
-// Packs columns [col0, col1) of the tensors' rows laid end to end into data, which belongs to w. All tensors have one type.
-// col0 is a multiple of kTileColumns, col1 too unless it is n; the padding of the last tile is written.
+// Packs columns [col0, col1) of the tensors' rows laid end to end into data, which belongs to w. All tensors have one
+// type. col0 is a multiple of kTileColumns, col1 too unless it is n; the padding of the last tile is written.
 void pack_columns(const PackedMatrix& w, std::span<const TensorRows> tensors, int col0, int col1, uint8_t* data);
 
 // out[k] = output `row` of w, dequantised: code * d (U4: d * (code - 8), or d * code + m, in float32).
 void unpack_row(const PackedMatrix& w, int row, float* out);
 
-// A good number of columns for one thread to claim at a time, a multiple of kTileColumns, when the product has num_rows rows.
+// A good number of columns for one thread to claim at a time, a multiple of kTileColumns, when the product has num_rows
+// rows.
 int gemm_chunk_columns(const PackedMatrix& w, int num_rows, int num_threads);
 
 float f16_to_f32(uint16_t h);

@@ -4,15 +4,20 @@
 namespace ropeway {
 namespace {
 
-void gemm(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out, int64_t ld_out) {
+void gemm(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out,
+          int64_t ld_out) {
   switch (w.form) {
     case Form::U4:
       if (w.has_min) return gemm_tiles<GemmU4<true>>(w, a, row0, row1, col0, col1, out, ld_out);
       return gemm_tiles<GemmU4<false>>(w, a, row0, row1, col0, col1, out, ld_out);
-    case Form::S8: return gemm_tiles<GemmS8>(w, a, row0, row1, col0, col1, out, ld_out);
-    case Form::F16: return gemm_tiles<GemmFloat<SourceF16>>(w, a, row0, row1, col0, col1, out, ld_out);
-    case Form::BF16: return gemm_tiles<GemmFloat<SourceBF16>>(w, a, row0, row1, col0, col1, out, ld_out);
-    case Form::F32: return gemm_tiles<GemmFloat<SourceF32>>(w, a, row0, row1, col0, col1, out, ld_out);
+    case Form::S8:
+      return gemm_tiles<GemmS8>(w, a, row0, row1, col0, col1, out, ld_out);
+    case Form::F16:
+      return gemm_tiles<GemmFloat<SourceF16>>(w, a, row0, row1, col0, col1, out, ld_out);
+    case Form::BF16:
+      return gemm_tiles<GemmFloat<SourceBF16>>(w, a, row0, row1, col0, col1, out, ld_out);
+    case Form::F32:
+      return gemm_tiles<GemmFloat<SourceF32>>(w, a, row0, row1, col0, col1, out, ld_out);
   }
 }
 

@@ -10,11 +10,15 @@ struct SourceF32 {
 };
 struct SourceF16 {
   static constexpr int kStepBytes = 2 * kTileColumns;
-  static F32x8 load(const uint8_t* p, int half) { return load_f16(reinterpret_cast<const uint16_t*>(p) + half * kLanes); }
+  static F32x8 load(const uint8_t* p, int half) {
+    return load_f16(reinterpret_cast<const uint16_t*>(p) + half * kLanes);
+  }
 };
 struct SourceBF16 {
   static constexpr int kStepBytes = 2 * kTileColumns;
-  static F32x8 load(const uint8_t* p, int half) { return load_bf16(reinterpret_cast<const uint16_t*>(p) + half * kLanes); }
+  static F32x8 load(const uint8_t* p, int half) {
+    return load_bf16(reinterpret_cast<const uint16_t*>(p) + half * kLanes);
+  }
 };
 
 template <class PackedSource>
@@ -36,21 +40,21 @@ struct GemmFloat {
   static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc) {
     const float* x = a.x + row * a.ld_x + steps.begin;
     F32x8 s[Rows][2];
-#pragma GCC unroll 8
+    ROPEWAY_UNROLL
     for (int i = 0; i < Rows; i++) {
       s[i][0] = load_f32(acc + i * kTileColumns);
       s[i][1] = load_f32(acc + i * kTileColumns + kLanes);
     }
     for (int k = 0; k < steps.count; k++, weights += Source::kStepBytes, x++) {
       const F32x8 w0 = Source::load(weights, 0), w1 = Source::load(weights, 1);
-#pragma GCC unroll 8
+      ROPEWAY_UNROLL
       for (int i = 0; i < Rows; i++) {
         const F32x8 v = broadcast_f32(x + i * a.ld_x);
         s[i][0] = fma(w0, v, s[i][0]);
         s[i][1] = fma(w1, v, s[i][1]);
       }
     }
-#pragma GCC unroll 8
+    ROPEWAY_UNROLL
     for (int i = 0; i < Rows; i++) {
       store_f32(acc + i * kTileColumns, s[i][0]);
       store_f32(acc + i * kTileColumns + kLanes, s[i][1]);

@@ -1,5 +1,6 @@
-// 8-bit weights x int8 activations, both widened to int16 because 2 * 128 * 127 leaves no room for a sum in int16. Per group of
-// 32 inputs and output: 16 pair products summed in int32 (exact), then acc = fma(float(sum), d * a_scale, acc).
+// 8-bit weights x int8 activations, both widened to int16 because 2 * 128 * 127 leaves no room for a sum in int16. Per
+// group of 32 inputs and output: 16 pair products summed in int32 (exact), then acc = fma(float(sum), d * a_scale,
+// acc).
 #pragma once
 
 namespace ropeway {
@@ -10,8 +11,12 @@ struct PackedS8 {
   static constexpr int kCodeBytes = kGroup * kTileColumns;
   static constexpr int kStepBytes = kCodeBytes + 2 * kTileColumns;
   const uint8_t* group;
-  Bits256 codes(int p, int half) const { return load_i8_as_i16(reinterpret_cast<const int8_t*>(group + (p * 2 + half) * 16)); }
-  F32x8 scale(int half) const { return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + half * kLanes); }
+  Bits256 codes(int p, int half) const {
+    return load_i8_as_i16(reinterpret_cast<const int8_t*>(group + (p * 2 + half) * 16));
+  }
+  F32x8 scale(int half) const {
+    return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + half * kLanes);
+  }
 };
 
 // Weights unpacked: int16 codes, float32 scales.
@@ -51,10 +56,10 @@ struct GemmS8 {
     for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, codes += kGroup) {
       const Source w{weights};
       Bits256 s[Rows][2];
-#pragma GCC unroll 16
+      ROPEWAY_UNROLL
       for (int p = 0; p < 16; p++) {
         const Bits256 w0 = w.codes(p, 0), w1 = w.codes(p, 1);
-#pragma GCC unroll 8
+        ROPEWAY_UNROLL
         for (int i = 0; i < Rows; i++) {
           const Bits256 x = broadcast_32(codes + size_t(i) * a.k + 2 * p);
           const Bits256 p0 = dot_i16(w0, x), p1 = dot_i16(w1, x);
@@ -62,10 +67,10 @@ struct GemmS8 {
           s[i][1] = p ? add_i32(s[i][1], p1) : p1;
         }
       }
-#pragma GCC unroll 8
+      ROPEWAY_UNROLL
       for (int i = 0; i < Rows; i++) {
         const F32x8 scale = broadcast_f32(scales + size_t(i) * num_groups + g);
-#pragma GCC unroll 2
+        ROPEWAY_UNROLL
         for (int half = 0; half < 2; half++) {
           float* to = acc + i * kTileColumns + half * kLanes;
           store_f32(to, fma(i32_to_f32(s[i][half]), mul(w.scale(half), scale), load_f32(to)));

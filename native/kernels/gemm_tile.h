@@ -1,15 +1,15 @@
 // What the gemm kernels share: the walk over column tiles, row blocks, blocks of K and row tiles.
 //
-// Few rows read the packed weights directly. With more, a block of K of one column tile is unpacked once into a panel that
-// stays in the first-level cache, and every row tile reads it from there. Accumulators live in a buffer too, read and written
-// once per group: the registers belong to the sums inside a group. Whatever the path, an output starts at zero and takes its
-// groups (or inputs) in ascending order through the same operations, so its bits do not depend on the path.
+// Few rows read the packed weights directly. With more, a block of K of one column tile is unpacked once into a panel
+// that stays in the first-level cache, and every row tile reads it from there. Accumulators live in a buffer too, read
+// and written once per group: the registers belong to the sums inside a group. Whatever the path, an output starts at
+// zero and takes its groups (or inputs) in ascending order through the same operations, so its bits do not depend on
+// the path.
 #pragma once
 
 namespace ropeway {
 namespace {
 
-constexpr int kTileRows = 6;    // rows that share a weight vector in a register
 constexpr int kBlockRows = 96;  // rows that share an unpacked panel
 
 // A block of K: steps (groups, or inputs for the float forms) [begin, begin + count).
@@ -29,26 +29,29 @@ inline void store_tile(const float* acc, int num_rows, int columns, float* out, 
   }
 }
 
+// The rows left over from whole row tiles: num_rows <= Rows.
+template <class Kernel, class Source, int Rows>
+inline void multiply_rest(const uint8_t* weights, StepRange steps, const Activations& a, int row, int num_rows,
+                          float* acc) {
+  if (num_rows == Rows) return Kernel::template multiply<Source, Rows>(weights, steps, a, row, acc);
+  if constexpr (Rows > 1) multiply_rest<Kernel, Source, Rows - 1>(weights, steps, a, row, num_rows, acc);
+}
+
 // Kernel::multiply with the number of rows known to the compiler, over the row tiles of [row, row + num_rows).
 template <class Kernel, class Source>
-inline void multiply_rows(const uint8_t* weights, StepRange steps, const Activations& a, int row, int num_rows, float* acc) {
+inline void multiply_rows(const uint8_t* weights, StepRange steps, const Activations& a, int row, int num_rows,
+                          float* acc) {
   for (; num_rows >= kTileRows; num_rows -= kTileRows, row += kTileRows, acc += kTileRows * kTileColumns) {
     Kernel::template multiply<Source, kTileRows>(weights, steps, a, row, acc);
   }
-  switch (num_rows) {
-    case 5: return Kernel::template multiply<Source, 5>(weights, steps, a, row, acc);
-    case 4: return Kernel::template multiply<Source, 4>(weights, steps, a, row, acc);
-    case 3: return Kernel::template multiply<Source, 3>(weights, steps, a, row, acc);
-    case 2: return Kernel::template multiply<Source, 2>(weights, steps, a, row, acc);
-    case 1: return Kernel::template multiply<Source, 1>(weights, steps, a, row, acc);
-    default: return;
-  }
+  if constexpr (kTileRows > 1) multiply_rest<Kernel, Source, kTileRows - 1>(weights, steps, a, row, num_rows, acc);
 }
 
-// A Kernel has: Packed and Panel, the two sources of weights (kStepBytes each); kPanelSteps; kDirectRows, the most rows that
-// read Packed; unpack(packed, count, panel); multiply<Source, Rows>(weights, steps, a, row, acc).
+// A Kernel has: Packed and Panel, the two sources of weights (kStepBytes each); kPanelSteps; kDirectRows, the most rows
+// that read Packed; unpack(packed, count, panel); multiply<Source, Rows>(weights, steps, a, row, acc).
 template <class Kernel>
-void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out, int64_t ld_out) {
+void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out,
+                int64_t ld_out) {
   using Packed = typename Kernel::Packed;
   using Panel = typename Kernel::Panel;
   alignas(64) float acc[kBlockRows * kTileColumns];

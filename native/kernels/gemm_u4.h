@@ -1,5 +1,5 @@
-// 4-bit weights x int8 activations. Per group of 32 inputs and output: the 8 products of a lane's byte pairs are summed in int16
-// (at most 8 * 2 * 15 * 127 = 30480), widened once, and added as
+// 4-bit weights x int8 activations. Per group of 32 inputs and output: the 8 products of a lane's byte pairs are summed
+// in int16 (at most 8 * 2 * 15 * 127 = 30480), widened once, and added as
 //   acc = fma(float(sum), d * a_scale, acc);  acc = fma(m, a_sum, acc)        with m = -8 d where the file stores none.
 #pragma once
 
@@ -16,7 +16,9 @@ struct PackedU4 {
     Bits256 v = load_bits(group + ((j / 2) * 2 + half) * 32);
     return j % 2 ? high_nibbles(v) : low_nibbles(v);
   }
-  F32x8 scale(int half) const { return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + half * kLanes); }
+  F32x8 scale(int half) const {
+    return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + half * kLanes);
+  }
   F32x8 min(int half) const {
     if constexpr (HasMin) {
       return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + kTileColumns + half * kLanes);
@@ -33,7 +35,9 @@ struct PanelU4 {
   const uint8_t* group;
   Bits256 codes(int j, int half) const { return load_bits(group + (j * 2 + half) * 32); }
   F32x8 scale(int half) const { return load_f32(reinterpret_cast<const float*>(group + kCodeBytes) + half * kLanes); }
-  F32x8 min(int half) const { return load_f32(reinterpret_cast<const float*>(group + kCodeBytes) + kTileColumns + half * kLanes); }
+  F32x8 min(int half) const {
+    return load_f32(reinterpret_cast<const float*>(group + kCodeBytes) + kTileColumns + half * kLanes);
+  }
 };
 
 template <bool HasMin>
@@ -68,10 +72,10 @@ struct GemmU4 {
     for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, codes += kGroup) {
       const Source w{weights};
       Bits256 s[Rows][2];
-#pragma GCC unroll 8
+      ROPEWAY_UNROLL
       for (int j = 0; j < 8; j++) {
         const Bits256 w0 = w.codes(j, 0), w1 = w.codes(j, 1);
-#pragma GCC unroll 8
+        ROPEWAY_UNROLL
         for (int i = 0; i < Rows; i++) {
           const Bits256 x = broadcast_32(codes + size_t(i) * a.k + 4 * j);
           const Bits256 p0 = dot_u8_i8(w0, x), p1 = dot_u8_i8(w1, x);
@@ -79,10 +83,11 @@ struct GemmU4 {
           s[i][1] = j ? add_i16(s[i][1], p1) : p1;
         }
       }
-#pragma GCC unroll 8
+      ROPEWAY_UNROLL
       for (int i = 0; i < Rows; i++) {
-        const F32x8 scale = broadcast_f32(scales + size_t(i) * num_groups + g), sum = broadcast_f32(sums + size_t(i) * num_groups + g);
-#pragma GCC unroll 2
+        const F32x8 scale = broadcast_f32(scales + size_t(i) * num_groups + g),
+                    sum = broadcast_f32(sums + size_t(i) * num_groups + g);
+        ROPEWAY_UNROLL
         for (int half = 0; half < 2; half++) {
           float* to = acc + i * kTileColumns + half * kLanes;
           const F32x8 t = fma(i32_to_f32(pair_sums_i16(s[i][half])), mul(w.scale(half), scale), load_f32(to));

@@ -1,7 +1,7 @@
 // Activations to int8 codes, symmetric, one scale per row and group of 32: scale = amax / 127, nearest, ties to even.
 //
-// A group whose largest magnitude is not finite gets scale and sum NaN and codes 0, so that its row, and no other, comes out
-// NaN. A group below kSmallest, where 127 / amax would overflow, counts as zero.
+// A group whose largest magnitude is not finite gets scale and sum NaN and codes 0, so that its row, and no other,
+// comes out NaN. A group below kSmallest, where 127 / amax would overflow, counts as zero.
 #pragma once
 
 namespace ropeway {
@@ -12,7 +12,8 @@ constexpr float kSmallest = 1e-30f;
 inline void quantize_group(const float* x, int8_t* codes, int16_t* codes16, float* scale, float* sum) {
   F32x8 v[4];
   for (int i = 0; i < 4; i++) v[i] = load_f32(x + 8 * i);
-  Bits256 largest = max_i32(max_i32(magnitude_bits(v[0]), magnitude_bits(v[1])), max_i32(magnitude_bits(v[2]), magnitude_bits(v[3])));
+  Bits256 largest =
+      max_i32(max_i32(magnitude_bits(v[0]), magnitude_bits(v[1])), max_i32(magnitude_bits(v[2]), magnitude_bits(v[3])));
   int32_t bits = reduce_max_i32(largest);
   float amax;
   memcpy(&amax, &bits, 4);
@@ -35,7 +36,8 @@ void quantize_rows(const Activations& a, int row0, int row1) {
     const float* x = a.x + r * a.ld_x;
     for (int g = 0; g < num_groups; g++) {
       size_t at = size_t(r) * a.k + size_t(g) * kGroup, group = size_t(r) * num_groups + g;
-      quantize_group(x + size_t(g) * kGroup, a.codes + at, a.codes16 ? a.codes16 + at : nullptr, a.scales + group, a.sums + group);
+      quantize_group(x + size_t(g) * kGroup, a.codes + at, a.codes16 ? a.codes16 + at : nullptr, a.scales + group,
+                     a.sums + group);
     }
   }
 }

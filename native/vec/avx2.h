@@ -1,7 +1,8 @@
-// Vectors of 256 bits on AVX2 + FMA + F16C: eight 32-bit lanes. The same names as vec/scalar.h, with the same bits in every result.
+// Vectors of 256 bits on AVX2 + FMA + F16C: eight 32-bit lanes. The same names as vec/scalar.h, with the same bits in
+// every result.
 //
-// Included by isa_avx2.cpp alone, inside nothing; knows no kernels. Integer vectors share one type: the suffix of a function
-// names the lanes it works on.
+// Included by isa_avx2.cpp alone, inside nothing; knows no kernels. Integer vectors share one type: the suffix of a
+// function names the lanes it works on.
 #pragma once
 #include <immintrin.h>
 #include <string.h>
@@ -10,6 +11,10 @@
 
 namespace ropeway {
 namespace {
+
+constexpr int kTileRows =
+    6;  // rows of a gemm tile: 2 * 6 sums, two weight vectors, one broadcast and one product fill 16 registers
+#define ROPEWAY_UNROLL _Pragma("GCC unroll 16")
 
 using F32x8 = __m256;
 using Bits256 = __m256i;
@@ -24,7 +29,9 @@ inline F32x8 mul(F32x8 a, F32x8 b) { return _mm256_mul_ps(a, b); }
 // a * b + c, rounded once.
 inline F32x8 fma(F32x8 a, F32x8 b, F32x8 c) { return _mm256_fmadd_ps(a, b, c); }
 
-inline F32x8 load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline F32x8 load_f16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline F32x8 load_bf16(const uint16_t* p) {
   __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
@@ -55,7 +62,9 @@ inline F32x8 i32_to_f32(Bits256 v) { return _mm256_cvtepi32_ps(v); }
 // Nearest integer, ties to even; the caller keeps |v| below 2^31.
 inline Bits256 f32_to_i32(F32x8 v) { return _mm256_cvtps_epi32(v); }
 // The bits of |v|: as integers they order like the magnitudes, infinity and then NaN last.
-inline Bits256 magnitude_bits(F32x8 v) { return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff)); }
+inline Bits256 magnitude_bits(F32x8 v) {
+  return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
+}
 inline Bits256 max_i32(Bits256 a, Bits256 b) { return _mm256_max_epi32(a, b); }
 inline int32_t reduce_max_i32(Bits256 v) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));

@@ -10,6 +10,9 @@
 namespace ropeway {
 namespace {
 
+constexpr int kTileRows = 1;  // rows of a gemm tile: there are no vector registers to fill
+#define ROPEWAY_UNROLL
+
 struct F32x8 {
   float lane[8];
 };
