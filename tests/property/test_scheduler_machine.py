@@ -72,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, shape: Shape) -> None:
         self.shape = shape
         self.scheduler = shape.make()
-        self.model = PlanModel(shape.block_size, shape.num_groups, shape.budget, shape.max_num_seqs)
+        self.model = PlanModel(shape.num_blocks, shape.block_size, shape.num_groups, shape.budget, shape.max_num_seqs)
 
     def _call(self, method: str, *args: Any) -> Any:
         outcome = getattr(self.scheduler, method)(*args)

@@ -82,9 +82,11 @@ class PlanModel:
 
     Computed ranges have no gap and no overlap; a row samples exactly where it reaches the last known token; block
     tables have slots for what is computed; no block is granted while another sequence holds it; the budget is never
-    exceeded; nobody boards before an older sequence that waits; one terminal event per sequence, and nothing after it.
+    exceeded; nobody boards before an older sequence that waits; only as many are preempted as must be, the youngest,
+    never the oldest, and they do not board in the same step; one terminal event per sequence, and nothing after it.
     """
 
+    num_blocks: int
     block_size: int
     num_groups: int
     budget: int
@@ -114,13 +116,14 @@ class PlanModel:
         assert len(set(plan.sequence_ids)) == plan.num_rows, "a sequence has two rows"
         assert len(plan.starts) == len(plan.num_tokens) == len(plan.is_sampled) == plan.num_rows
         assert len(plan.grants) == self.num_groups
-        for sequence_id in plan.preempted_ids:
-            self._clear(self.tracks[sequence_id])
         for sequence_id in plan.finished_ids:
             track = self.tracks[sequence_id]
             assert track.finish_reason is not None
             self._clear(track)
             track.is_forgotten = True
+        self._check_preempted(plan)
+        for sequence_id in plan.preempted_ids:
+            self._clear(self.tracks[sequence_id])
         self._check_nobody_overtakes(plan)
         self._grant(plan)
         for row in range(plan.num_rows):
@@ -154,6 +157,20 @@ class PlanModel:
     def _clear(self, track: Track) -> None:
         track.num_computed = 0
         track.blocks = ()
+
+    def _check_preempted(self, plan: StepPlan) -> None:
+        victims = [i for i in plan.preempted_ids if self.tracks[i].holds_memory]  # others: announced again
+        if not victims:
+            return
+        running = {i: t for i, t in self.tracks.items() if t.holds_memory and t.finish_reason is None}
+        assert not set(victims) & set(plan.sequence_ids), "preempted and boarded in one step"
+        assert victims == sorted(running)[-len(victims) :][::-1], "not the last admitted, or not in order"
+        assert len(victims) < len(running), "the oldest was preempted"
+        spared = {i: t for i, t in running.items() if i not in victims[:-1]}
+        num_held = sum(len(t.blocks[0]) for t in self.tracks.values() if t.holds_memory and t not in running.values())
+        num_held += sum(len(t.blocks[0]) for t in spared.values())
+        num_needed = sum(t.num_tokens > len(t.blocks[0]) * self.block_size for t in spared.values())
+        assert num_held + num_needed > self.num_blocks, "one more was preempted than had to be"
 
     def _check_nobody_overtakes(self, plan: StepPlan) -> None:
         rows = set(plan.sequence_ids)

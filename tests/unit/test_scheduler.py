@@ -196,7 +196,7 @@ def test_nobody_boards_in_a_step_that_preempts() -> None:
 
 def test_a_sequence_preempted_twice_counts_what_it_computed_twice() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=2, budget=5)
-    model = PlanModel(block_size=2, num_groups=1, budget=5, max_num_seqs=8)
+    model = PlanModel(num_blocks=4, block_size=2, num_groups=1, budget=5, max_num_seqs=8)
     sequences = scheduler.add(make_request("a", 2, 6, n=3))
     model.add(sequences)
     while scheduler.has_work:

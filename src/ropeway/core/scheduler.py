@@ -119,15 +119,14 @@ class Scheduler:
             return None
         self._newly_started_ids = []
         num_running_before = len(self._running)
-        has_preempted = self._make_room()
+        self._make_room()
         builder = PlanBuilder(self._kv.num_groups, self._token_budget)
         prefilling = self._plan_decodes(builder)
         for sequence in self._retained.values() if self._batching.is_padded else ():
             builder.add_padding(sequence)
         for sequence in sorted(prefilling, key=self._policy.key):
             builder.add_prefill(sequence)
-        if not has_preempted:
-            self._board(builder, num_running_before)
+        self._board(builder, num_running_before)
         return self._launch(builder)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceEvent]:
@@ -198,24 +197,23 @@ class Scheduler:
 
     # -- plan, in order ------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> bool:
+    def _make_room(self) -> None:
         """Preempt, last admitted first, until each running sequence can have the block its next token needs.
 
-        The first in policy order is spared: alone it always fits, so somebody always finishes. Returns whether any
-        was preempted.
+        The first in policy order is spared: alone it always fits, so somebody always finishes. No victim
+        boards again in the same plan, because some of the blocks it gave up are needed.
         """
         num_free_blocks = self._kv.num_free_blocks
         if num_free_blocks >= len(self._running):
-            return False
+            return
         num_needed = sum([s.num_tokens > s.num_slots for s in self._running.values()])
         if num_needed <= num_free_blocks:
-            return False
+            return
         first = min(self._running.values(), key=self._policy.key)
         while num_needed > self._kv.num_free_blocks:
             victim = next(s for s in reversed(self._running.values()) if s is not first)
             num_needed -= victim.num_tokens > victim.num_slots
             self._preempt(victim)
-        return True
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan one token for each running sequence that decodes; returns those that prefill."""
