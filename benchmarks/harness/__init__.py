@@ -1,0 +1,1 @@
+"""What the side-by-side benchmark is made of: rows, environments, contestants, results."""

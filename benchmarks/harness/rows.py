@@ -1,0 +1,79 @@
+"""The rows of the comparison: what is sent, how much of it, and who takes part. Knows nothing of how anyone is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ropeway.bench.report import Summary
+from ropeway.bench.workload import (
+    RAGGED_OUTPUTS,
+    RAGGED_PROMPTS,
+    BenchRequest,
+    LengthDistribution,
+    SyntheticWorkload,
+    default_num_requests,
+)
+
+VOCAB_SIZE = 49152
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: a closed loop of `num_requests` at `concurrency`, each within `context_tokens`."""
+
+    name: str
+    concurrency: int
+    num_requests: int
+    context_tokens: int
+    workload: SyntheticWorkload
+    peers: tuple[str, ...]
+
+    def requests(self, seed: int) -> list[BenchRequest]:
+        return self.workload.requests(self.num_requests, seed)
+
+
+def _ragged(concurrency: int, peers: tuple[str, ...]) -> Row:
+    workload = SyntheticWorkload(RAGGED_PROMPTS, RAGGED_OUTPUTS, vocab_size=VOCAB_SIZE)
+    return Row(f"c{concurrency}", concurrency, default_num_requests(concurrency), 1024, workload, peers)
+
+
+def _one_prompt(name: str, num_tokens: int, num_requests: int, context_tokens: int, peers: tuple[str, ...]) -> Row:
+    """Prompts of one length, alone, one token out: time to first token is all there is."""
+    workload = SyntheticWorkload(
+        LengthDistribution(num_tokens, 0.0, num_tokens), LengthDistribution(1, 0.0, 1), vocab_size=VOCAB_SIZE
+    )
+    return Row(name, 1, num_requests, context_tokens, workload, peers)
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        _ragged(1, ("llama-q4_0", "llama-q4_1", "openvino-int4")),
+        _ragged(8, ("llama-q4_0", "openvino-int4")),
+        _ragged(32, ("llama-q4_0", "llama-q4_1", "openvino-int4")),
+        _ragged(128, ("llama-q4_0", "openvino-int4")),
+        _one_prompt("prompt2k", 2048, 4, 2304, ("llama-q4_0", "openvino-int4")),
+        _one_prompt("prompt8k", 8000, 2, 8192, ("llama-q4_0", "openvino-int4")),
+    )
+}
+
+# name, unit, whether more is better
+METRICS = {
+    "output_tokens_per_s": ("output tok/s", True),
+    "prompt_tokens_per_s": ("prompt tok/s", True),
+    "ttft_p50": ("TTFT p50, ms", False),
+    "ttft_p99": ("TTFT p99, ms", False),
+    "tpot_p50": ("TPOT p50, ms", False),
+    "tpot_p99": ("TPOT p99, ms", False),
+}
+
+
+def metric(summary: Summary, name: str) -> float | None:
+    """One figure of a run by its name in `METRICS`."""
+    if name == "output_tokens_per_s":
+        return summary.output_tokens_per_s
+    if name == "prompt_tokens_per_s":
+        return summary.num_prompt_tokens / summary.duration_s
+    latency, point = name.split("_")
+    value = getattr(getattr(summary, latency), point)
+    return None if value is None else float(value)
