@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="go on with the pairs missing from this result file"
     )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the Q4_1 file that Ropeway serves: a name or a path")
     parser.add_argument(
         "--environments", type=Path, default=ROOT / ".cache" / "peers", help="where peers are installed"
     )
@@ -203,7 +204,7 @@ def main() -> int:
     args.settings = dict(args.settings)
     args.environments.mkdir(parents=True, exist_ok=True)
     environments = Environments(args.environments.resolve())
-    paddock = Paddock(environments, resolve_model("smollm2"), args.environments, args.ropeway_options.split())
+    paddock = Paddock(environments, resolve_model(args.model), args.environments, args.ropeway_options.split())
     return run_sweep(args, paddock) if args.sweep else run_pairs(args, paddock)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,25 +55,18 @@ def checked(run: Run, name: str, disturbed_share: float) -> Measurement:
 
 @dataclass(frozen=True, slots=True)
 class HttpContestant:
-    """A server with an OpenAI-compatible API. `command(row, port)` starts it."""
+    """A server with an OpenAI-compatible API, started by `command` with --port and the flags that a row asks for."""
 
     name: str
-    base_command: tuple[str, ...]
-    settings: tuple[str, ...]
+    command: tuple[str, ...]
+    row_flags: Callable[[Row], tuple[str, ...]]
     log_path: Path
     extra_body: dict[str, Any]
 
-    def command(self, row: Row, port: int) -> list[str]:
-        sizes = (
-            ("--slots", str(row.concurrency), "--context-tokens", str(row.context_tokens))
-            if self.name.startswith("llama")
-            else ("--max-num-seqs", str(max(row.concurrency, 32)))
-        )
-        return [*self.base_command, "--port", str(port), *sizes, *self.settings]
-
     def measure(self, row: Row, seed: int) -> Measurement:
         port = free_port()
-        with running_server(self.command(row, port), port, self.log_path, READY_TIMEOUT_S) as process_id:
+        command = (*self.command, "--port", str(port), *self.row_flags(row))
+        with running_server(command, port, self.log_path, READY_TIMEOUT_S) as process_id:
             return uvloop.run(self._measure(row, seed, port, process_id))
 
     async def _measure(self, row: Row, seed: int, port: int, process_id: int) -> Measurement:
@@ -137,6 +130,14 @@ class OpenVinoContestant:
         return checked(run, self.name, others_s / run.duration_s / (os.cpu_count() or 1))
 
 
+def _ropeway_flags(row: Row) -> tuple[str, ...]:
+    return ("--max-num-seqs", str(max(row.concurrency, 32)))
+
+
+def _llama_flags(row: Row) -> tuple[str, ...]:
+    return ("--slots", str(row.concurrency), "--context-tokens", str(row.context_tokens))
+
+
 def _plain(requests: Sequence[BenchRequest]) -> list[dict[str, Any]]:
     return [{"prompt": request.prompt, "max_tokens": request.max_tokens} for request in requests]
 
@@ -177,9 +178,9 @@ class Paddock:
         self._ropeway_options = tuple(ropeway_options)
 
     def ropeway(self) -> Contestant:
-        command = (sys.executable, "-m", "ropeway", "serve", str(self._model))
-        options = ("--num-threads", str(NUM_THREADS), "--no-enable-prefix-caching", *self._ropeway_options)
-        return HttpContestant("ropeway", command, options, self._logs / "ropeway.log", {})
+        command = (sys.executable, "-m", "ropeway", "serve", str(self._model), "--num-threads", str(NUM_THREADS))
+        command += ("--no-enable-prefix-caching", *self._ropeway_options)
+        return HttpContestant("ropeway", command, _ropeway_flags, self._logs / "ropeway.log", {})
 
     def peer(self, name: str, setting: str | None = None) -> Contestant:
         setting = setting or settings_of(name)[0]
@@ -188,10 +189,8 @@ class Paddock:
             interpreter = self._environments.python("llama")
             model = self._model if name == "llama-q4_1" else self._environments.q4_0_file(self._model)
             command = (str(interpreter), str(DRIVERS / "llama_cpp_server.py"), "--model", str(model))
-            threads = ("--threads", str(NUM_THREADS))
-            return HttpContestant(
-                name, (*command, *threads), LLAMA_SETTINGS[setting], log_path, {"cache_prompt": False}
-            )
+            command += ("--threads", str(NUM_THREADS), *LLAMA_SETTINGS[setting])
+            return HttpContestant(name, command, _llama_flags, log_path, {"cache_prompt": False})
         weights = name.removeprefix("openvino-")
         interpreter = self._environments.python("openvino")
         return OpenVinoContestant(
