@@ -28,7 +28,7 @@ from harness.environments import Environments
 from harness.processes import ContestantError
 from harness.results import ROOT, markdown_table, new_document, result_path, save, spread
 from harness.rows import METRICS, ROWS, Row, metric
-from ropeway.catalog import resolve_model
+from ropeway.catalog import DEFAULT_MODEL, resolve_model
 
 SWEEP_REQUESTS = 96
 
