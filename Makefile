@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle evidence-numerics wheel clean
+.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-batching wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -41,6 +41,14 @@ oracle: ## derive the goldens again with transformers, and compare (ARGS=--write
 evidence-numerics: ## native against float32 over the texts of benchmarks/texts, and against llama.cpp (about 15 minutes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/numerics.py $(ARGS)
+
+evidence-peers: ## Ropeway beside llama.cpp and OpenVINO, interleaved (about 90 minutes; ARGS="--rows c32" for less)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/peers.py $(ARGS)
+
+evidence-batching: ## continuous against static batching, same kernels and limits (under an hour; ARGS=--quick for less)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/batching.py $(ARGS)
 
 wheel: ## a wheel for any x86-64, in dist/
 	@scripts/setup.sh dev build
