@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from harness.environments import DRIVERS, Environments
 from harness.processes import free_port, running_server
 from harness.results import markdown_table, new_document, result_path, save
 from ropeway.backends.native import NativeBackend
-
 from ropeway.backends.reference import ReferenceBackend
 from ropeway.catalog import resolve_model
 from ropeway.model.loading import load_model
