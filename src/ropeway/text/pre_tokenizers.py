@@ -72,7 +72,6 @@ _QWEN35_SPEC = PreTokenizerSpec(
 )
 _FALCON_SPEC = PreTokenizerSpec((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}"))
 _DEFAULT_SPEC = PreTokenizerSpec((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}"))
-_DEEPSEEK_CODER_SPEC = PreTokenizerSpec((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
 
 PRE_TOKENIZERS: dict[str, PreTokenizerSpec] = {
     "default": _DEFAULT_SPEC,
@@ -85,5 +84,4 @@ PRE_TOKENIZERS: dict[str, PreTokenizerSpec] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), _QWEN2_SPEC),
     "qwen35": _QWEN35_SPEC,
     "falcon": _FALCON_SPEC,
-    "deepseek-coder": _DEEPSEEK_CODER_SPEC,
 }
