@@ -1,9 +1,7 @@
 """A model's chat template: messages to one prompt text, through a sandboxed Jinja2.
 
-Owns what a template may see and do. A template comes with the model file, so it is treated as a stranger's
-program: it can reach no attribute that the sandbox calls unsafe and cannot change the messages, its source and its
-output are bounded, and so are `range()` and products of texts. A template that loops long without writing anything
-is not cut short. Knows nothing of tokens.
+Owns what a template is given and how its failures are told. A template comes with the model file, so it is a
+stranger's program: `template_sandbox` bounds what it can do. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -14,16 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ropeway.errors import InvalidRequestError, ModelFileError
+from ropeway.text.template_sandbox import new_environment, render
 
 MAX_SOURCE_CHARS = 1_000_000
-MAX_OUTPUT_CHARS = 16_000_000
+MAX_JSON_INDENT = 16
 
 
 class _TemplateRefusal(Exception):
@@ -89,19 +84,12 @@ class ChatTemplate:
             "documents": None,
             **self._special_tokens,
         }
-        pieces, num_chars = [], 0
         try:
-            for piece in self._template.generate(variables):
-                pieces.append(piece)
-                num_chars += len(piece)
-                if num_chars > MAX_OUTPUT_CHARS:
-                    raise InvalidRequestError(f"the chat template wrote more than {MAX_OUTPUT_CHARS} characters")
+            return render(self._template, variables)
         except _TemplateRefusal as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from None
-        except InvalidRequestError:
-            raise
         except SecurityError as error:
             raise InvalidRequestError(
                 f"the model's chat template does something that is not allowed: {error}"
@@ -110,58 +98,17 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
             ) from error
-        return "".join(pieces)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training: here the mark is ignored,
-    the text kept.
-    """
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with bounds on the operators that make something huge out of something small."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise SecurityError("powers")
-        if operator == "*":
-            size = _product_size(left, right)
-            if size is not None and size > MAX_OUTPUT_CHARS:
-                raise SecurityError(f"a text or list repeated to {size} items")
-        if operator == "%" and isinstance(left, str):
-            raise SecurityError("formatting with %")
-        return super().call_binop(context, operator, left, right)
-
-
-def _product_size(left: Any, right: Any) -> int | None:
-    if isinstance(left, int) and isinstance(right, str | list | tuple):
-        left, right = right, left
-    return len(left) * right if isinstance(left, str | list | tuple) and isinstance(right, int) else None
 
 
 def _compile(source: str, clock: Callable[[], float]) -> jinja2.Template:
     if len(source) > MAX_SOURCE_CHARS:
         raise ModelFileError(f"tokenizer.chat_template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
-    # Without the optimizer: it evaluates constant expressions at compile time, where no bound is enforced.
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationTag, LoopControlExtension]
-    )
+    environment = new_environment()
 
     def strftime_now(pattern: str) -> str:
         return time.strftime(pattern, time.localtime(clock()))
 
     environment.filters["tojson"] = _tojson
-    for name in ("lipsum", "cycler", "joiner"):
-        del environment.globals[name]
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = strftime_now
     try:
@@ -184,6 +131,8 @@ def _tojson(
     """JSON as templates expect it: unlike Jinja's own filter it escapes nothing for HTML and keeps the order of
     keys.
     """
+    if indent is not None and indent > MAX_JSON_INDENT:
+        raise SecurityError(f"it indents JSON by more than {MAX_JSON_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
