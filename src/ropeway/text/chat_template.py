@@ -6,7 +6,6 @@ stranger's program: `template_sandbox` bounds what it can do. Knows nothing of t
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from ropeway.errors import InvalidRequestError, ModelFileError
 from ropeway.text.template_sandbox import new_environment, render
 
 MAX_SOURCE_CHARS = 1_000_000
-MAX_JSON_INDENT = 16
 
 
 class _TemplateRefusal(Exception):
@@ -108,7 +106,6 @@ def _compile(source: str, clock: Callable[[], float]) -> jinja2.Template:
     def strftime_now(pattern: str) -> str:
         return time.strftime(pattern, time.localtime(clock()))
 
-    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = strftime_now
     try:
@@ -119,21 +116,6 @@ def _compile(source: str, clock: Callable[[], float]) -> jinja2.Template:
 
 def _raise_exception(message: str) -> None:
     raise _TemplateRefusal(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as templates expect it: unlike Jinja's own filter it escapes nothing for HTML and keeps the order of
-    keys.
-    """
-    if indent is not None and indent > MAX_JSON_INDENT:
-        raise SecurityError(f"it indents JSON by more than {MAX_JSON_INDENT}")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _special_token_text(metadata: Mapping[str, object], name: str) -> str:

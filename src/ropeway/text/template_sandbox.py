@@ -1,14 +1,16 @@
 """A Jinja2 environment in which a stranger's template can do little harm.
 
 Owns the limits of one rendering. Jinja's own sandbox keeps a template away from Python's internals and from changing
-what it is given; it does not keep it from looping for hours or filling the memory. Here every turn of a loop and every call
-counts as a step, every text or list that an operator or a call makes, or a filter is given, counts its length, and both
-are bounded; what makes something huge in one go is checked before it is made. Not covered: what comparing and searching
-long texts costs (`in`, `==`), and what sorting costs beyond the length sorted. Knows nothing of chats.
+what it is given; it does not keep it from looping for hours or filling the memory. Here every turn of a loop and
+every call counts as a step, every text or list that an operator or a call makes, or a filter is given, counts its
+length, and both are bounded; what makes something huge in one go is checked before it is made. Not covered: what
+comparing and searching long texts costs (`in`, `==`), and what sorting costs beyond the length sorted. Knows
+nothing of chats.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -26,6 +28,7 @@ STEPS_PER_CALL = 10
 MAX_MADE = 50_000_000  # characters, over the whole rendering
 CHARACTERS_PER_ITEM = 8  # what an item of a list counts for, being a pointer
 MAX_WIDTH = 1000  # of what is padded or indented
+MAX_JSON_INDENT = 16
 
 _ALLOWANCE = " allowance"  # a variable that no template can name
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
@@ -65,7 +68,15 @@ def new_environment() -> TemplateSandbox:
         del environment.globals[name]
     for name in _REFUSED_FILTERS:
         del environment.filters[name]
-    sizes: dict[str, Callable[..., int]] = {"replace": _replaced_size, "join": _joined_size, "indent": _indented_size}
+    sizes: dict[str, Callable[..., int]] = {
+        "replace": _replaced_size,
+        "join": _joined_size,
+        "indent": _indented_size,
+        "string": _printed_size,
+        "tojson": _printed_size,
+    }
+    environment.filters["tojson"] = to_json
+    environment.finalize = _finalized
     for name, filter_ in environment.filters.items():
         environment.filters[name] = _measured(filter_, sizes.get(name, _input_size))
     environment.filters["metered"] = _metered
@@ -78,7 +89,6 @@ def render(template: Template, variables: dict[str, object]) -> str:
     allowance = Allowance()
     pieces = []
     for piece in template.generate({**variables, _ALLOWANCE: allowance}):
-        allowance.make(len(piece))
         pieces.append(piece)
     return "".join(pieces)
 
@@ -108,6 +118,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"it formats wider than {MAX_WIDTH}")
         if operator == "*":
             allowance.make(_product_size(left, right))
+        elif operator == "%":
+            allowance.make(_printed_size(right))
         result = super().call_binop(context, operator, left, right)
         if operator != "*":
             allowance.make(_size(result))
@@ -115,7 +127,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Meter(NodeTransformer):
-    """Rewrites loops and `~` so that they pass through filters that count."""
+    """Rewrites loops, `~` and plain text so that they pass through what counts."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -128,6 +140,10 @@ class _Meter(NodeTransformer):
         return nodes.Filter(parts, "concatenated", [], [], None, None, lineno=node.lineno)
 
 
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Const:
+        return nodes.Const(node.data, lineno=node.lineno)  # which, unlike plain template text, is finalized: counted
+
+
 class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's text for training: the mark is ignored here."""
 
@@ -136,6 +152,21 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as templates expect it: unlike Jinja's own filter it escapes nothing for HTML and keeps the order of
+    keys.
+    """
+    if indent is not None and indent > MAX_JSON_INDENT:
+        raise SecurityError(f"it indents JSON by more than {MAX_JSON_INDENT}")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @pass_context
@@ -156,9 +187,15 @@ def _counted(allowance: Allowance, items: Iterable[Any]) -> Iterator[Any]:
 
 @pass_context
 def _concatenated(context: Context, parts: list[Any]) -> str:
-    texts = [str(part) for part in parts]
-    _allowance(context).make(sum(map(len, texts)))
-    return str_join(texts)
+    _allowance(context).make(_printed_size(parts))
+    return str_join(parts)
+
+
+@pass_context
+def _finalized(context: Context, value: Any) -> Any:
+    """What a template writes out: counted before a list becomes a text."""
+    _allowance(context).make(_printed_size(value))
+    return value
 
 
 def _measured(filter_: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
@@ -169,6 +206,8 @@ def _measured(filter_: Callable[..., Any], size: Callable[..., int]) -> Callable
     def measured(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         allowance = _allowance(context)
         allowance.step()
+        if size is not _input_size and isinstance(value, Iterator):
+            value = list(_counted(allowance, value))
         allowance.make(size(value, *args, **kwargs))
         if what_first is None:
             return filter_(value, *args, **kwargs)
@@ -189,8 +228,10 @@ def _check_method(allowance: Allowance, method: Any, args: tuple[Any, ...], kwar
     if name in _PADDING_METHODS:
         for argument in (*args, *kwargs.values()):
             _check_width(argument)
-    elif name == "format" and _WIDE_OR_NESTED_FIELD.search(text):
-        raise SecurityError(f"it formats wider than {MAX_WIDTH}, or with a computed width")
+    elif name == "format":
+        if _WIDE_OR_NESTED_FIELD.search(text):
+            raise SecurityError(f"it formats wider than {MAX_WIDTH}, or with a computed width")
+        allowance.make(text.count("{") * _printed_size([*args, *kwargs.values()]))
     elif name == "replace":
         allowance.make(_replaced_size(text, *args))
     elif name == "join" and args:
@@ -203,26 +244,41 @@ def _check_width(width: Any) -> None:
 
 
 def _replaced_size(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> int:
-    text, old, new = str(text), str(old), str(new)
-    return len(text) + text.count(old) * len(new)
+    whole, part = _printable(text), _printable(old)
+    return len(whole) + whole.count(part) * _printed_size(new)
 
 
 def _joined_size(items: Any, separator: Any = "", *_: Any, **__: Any) -> int:
     if not isinstance(items, list | tuple | str | dict | range):
-        return 0  # a generator over one of these, which was counted, and whose own items are counted as they come
-    return sum(_size(item) for item in items) + len(items) * len(str(separator))
+        return 0  # nothing that join accepts
+    return sum(_printed_size(item) for item in items) + len(items) * _printed_size(separator)
 
 
 def _indented_size(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
     _check_width(width)
-    text = str(text)
-    return len(text) + (text.count("\n") + 1) * MAX_WIDTH
+    whole = _printable(text)
+    return len(whole) + (whole.count("\n") + 1) * MAX_WIDTH
 
 
 def _product_size(left: Any, right: Any) -> int:
     if isinstance(right, str | list | tuple):
         left, right = right, left
     return _size(left) * max(right, 0) if isinstance(left, str | list | tuple) and isinstance(right, int) else 0
+
+
+def _printable(value: Any) -> str:
+    if isinstance(value, list | tuple | dict):
+        raise SecurityError("it treats a list as a text")
+    return str(value)
+
+
+def _printed_size(value: Any, *_: Any, **__: Any) -> int:
+    """About how long a value is as text. A list that holds one long text many times is short until it is printed."""
+    if isinstance(value, dict):
+        return sum(_printed_size(key) + _printed_size(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_printed_size, value)) + len(value)
+    return len(value) if isinstance(value, str) else 8
 
 
 def _input_size(value: Any, *_: Any, **__: Any) -> int:
