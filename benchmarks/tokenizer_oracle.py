@@ -1,14 +1,14 @@
 """What llama.cpp makes of the strings in `tests/support/tokenizer_strings.py`, for the goldens of the tests.
 
-Run with the packages of `benchmarks/requirements-tokenizer-oracle.txt` and `PYTHONPATH=src:tests`:
+Part of `make oracle`. By itself, with the packages of `tokenizer-oracle-requirements.txt` and `PYTHONPATH=src:tests`:
 
-    python benchmarks/tokenizer_oracle.py --model SmolLM2-135M-Instruct.Q4_1.gguf [--vocabulary ggml-vocab-qwen2.gguf …]
+    python benchmarks/tokenizer_oracle.py [--write] [--vocabulary ggml-vocab-qwen2.gguf …]
 
 Two goldens. `smollm2_tokens.json.gz`: ids of every string for the default model, with special tokens parsed and not.
 `pre_tokenizers.json.gz`: for every pre-tokenizer name in our table, a checksum of the ids of each string under one made
 vocabulary, whose merges were learned without any pre-tokenizer, so that they cross every boundary and each cut in a
 different place gives different ids. `--vocabulary` compares real vocabularies, which are too large to keep, and stores
-nothing. Differences between llama.cpp and Ropeway are printed, and the exit status is 1 if there are any.
+nothing. Differences between llama.cpp and Ropeway, or from the stored goldens, are printed; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import sys
 import tempfile
 import urllib.request
@@ -27,6 +28,7 @@ from typing import Any
 import tokenizers
 import xllamacpp
 
+from ropeway.catalog import resolve_model
 from ropeway.model.gguf import GgufFile
 from ropeway.text.pre_tokenizers import PRE_TOKENIZERS
 from ropeway.text.tokenizer import Tokenizer
@@ -94,26 +96,19 @@ def differences(
     return len(wrong)
 
 
-def default_model_golden(model: Path, strings: list[str]) -> int:
+def default_model_golden(model: Path, strings: list[str], *, write: bool) -> int:
     with llama_cpp(model) as oracle:
         parsed = [oracle.token_ids(text) for text in strings]
         plain = [oracle.token_ids(text, parse_special=False) for text in strings]
-    write_golden(
-        "smollm2_tokens",
-        strings,
-        {
-            "parsed": parsed,
-            "plain": {
-                str(index): ids for index, ids in enumerate(plain) if ids != parsed[index]
-            },  # only where it differs
-        },
-    )
+    plain_where_it_differs = {str(index): ids for index, ids in enumerate(plain) if ids != parsed[index]}
+    contents: dict[str, object] = {"parsed": parsed, "plain": plain_where_it_differs}
+    num_wrong = golden_differs("smollm2_tokens", strings, contents, write=write)
     tokenizer = Tokenizer.from_metadata(GgufFile.open(model).metadata)
-    num_wrong = differences("default model, special tokens parsed", tokenizer, strings, parsed)
+    num_wrong += differences("default model, special tokens parsed", tokenizer, strings, parsed)
     return num_wrong + differences("default model, plain text", tokenizer, strings, plain, parse_special=False)
 
 
-def pre_tokenizer_golden(strings: list[str]) -> int:
+def pre_tokenizer_golden(strings: list[str], *, write: bool) -> int:
     merges, whole_words = boundary_blind_merges(strings)
     num_wrong = 0
     rows: dict[str, list[str]] = {}  # checksums of all strings, joined -> the names that give them
@@ -123,14 +118,13 @@ def pre_tokenizer_golden(strings: list[str]) -> int:
             ids = [oracle.token_ids(text) for text in strings]
         rows.setdefault("".join(map(ids_checksum, ids)), []).append(name)
         num_wrong += differences(f"pre-tokenizer {name}", Tokenizer.from_metadata(metadata), strings, ids)
-    contents = {
+    contents: dict[str, object] = {
         "merges": merges,
         "whole_words": whole_words,
         "names": list(rows.values()),
         "checksums": list(rows),
     }
-    write_golden("pre_tokenizers", strings, contents)
-    return num_wrong
+    return num_wrong + golden_differs("pre_tokenizers", strings, contents, write=write)
 
 
 def boundary_blind_merges(strings: list[str]) -> tuple[list[str], list[str]]:
@@ -161,28 +155,37 @@ def real_vocabulary(path: Path, strings: list[str]) -> int:
     return differences(path.name, Tokenizer.from_metadata(metadata), strings, ids)
 
 
-def write_golden(name: str, strings: Sequence[str], contents: dict[str, object]) -> None:
+def golden_differs(name: str, strings: Sequence[str], contents: dict[str, object], *, write: bool) -> int:
+    """Stores a golden, or compares it with the stored one; returns 1 where it differs."""
     header = {"source": f"xllamacpp {xllamacpp.__version__}", "num_strings": len(strings), "strings": digest(strings)}
-    text = json.dumps(header | contents, ensure_ascii=False, separators=(",", ":"))
     path = GOLDENS / f"{name}.json.gz"
+    if not write:
+        stored = json.loads(gzip.decompress(path.read_bytes()))
+        changed = [key for key, value in (header | contents).items() if key != "source" and stored.get(key) != value]
+        print(f"{path.name}: {'as stored' if not changed else 'differs from the stored one in ' + ', '.join(changed)}")
+        return len(changed)
+    text = json.dumps(header | contents, ensure_ascii=False, separators=(",", ":"))
     path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
-    print(f"{path.name}: {path.stat().st_size} bytes", flush=True)
+    print(f"{path.name}: {path.stat().st_size} bytes written", flush=True)
+    return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the goldens of the tokenizer tests with llama.cpp's tokenizer.")
-    parser.add_argument("--model", type=Path, help="the default model; without it, its golden is not written")
-    parser.add_argument("--pre-tokenizers", action="store_true", help="write the golden of the pre-tokenizer table")
-    parser.add_argument("--vocabulary", type=Path, nargs="*", default=[], help="GGUF files to compare, storing nothing")
+    parser = argparse.ArgumentParser(
+        description="Derive the goldens of the tokenizer tests with llama.cpp's tokenizer."
+    )
+    parser.add_argument("--write", action="store_true", help="replace the stored goldens instead of comparing")
+    parser.add_argument(
+        "--vocabulary", type=Path, nargs="*", default=[], help="compare these GGUF files, and only them"
+    )
     options = parser.parse_args()
     strings = tokenizer_strings()
-    num_wrong = 0
-    if options.model:
-        num_wrong += default_model_golden(options.model, strings)
-    if options.pre_tokenizers:
-        num_wrong += pre_tokenizer_golden(strings[:NUM_PRE_TOKENIZER_STRINGS])
-    for path in options.vocabulary:
-        num_wrong += real_vocabulary(path, strings)
+    if options.vocabulary:
+        num_wrong = sum(real_vocabulary(path, strings) for path in options.vocabulary)
+    else:
+        model = resolve_model(os.environ.get("ROPEWAY_MODEL_FILE", "smollm2"))
+        num_wrong = default_model_golden(model, strings, write=options.write)
+        num_wrong += pre_tokenizer_golden(strings[:NUM_PRE_TOKENIZER_STRINGS], write=options.write)
     return 1 if num_wrong else 0
 
 
