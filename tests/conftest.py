@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
+from tests.support.random_gguf import RandomModel, write_random_gguf
 
 from ropeway.catalog import resolve_model
 
@@ -18,3 +19,9 @@ from ropeway.catalog import resolve_model
 def model_path() -> Path:
     """The default model's file, fetched where it is not cached; ROPEWAY_MODEL_FILE names another, for development."""
     return resolve_model(os.environ.get("ROPEWAY_MODEL_FILE", "smollm2"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two small layers with a byte-level tokenizer, 320 tokens and a context of 512."""
+    return write_random_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", RandomModel())

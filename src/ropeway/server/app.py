@@ -45,6 +45,7 @@ from ropeway.server.sse import EventStreamResponse, Message, Receive, Send, clos
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+DRAIN_RATIO = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,18 +161,24 @@ async def _answer(
 
 
 async def read_json(request: Request, max_bytes: int) -> object:
-    """The decoded body. Raises BodyTooLargeError as soon as it is longer than max_bytes, InvalidRequestError if not
-    JSON.
+    """The decoded body. Raises BodyTooLargeError where it is longer than max_bytes, InvalidRequestError if not JSON.
+
+    Nothing beyond max_bytes is kept. What is only somewhat too large is read to its end all the same: a client that
+    is cut off while it sends sees a broken connection instead of the answer.
     """
     too_large = BodyTooLargeError(f"the body is larger than the {max_bytes} bytes that this server reads")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
+    if length.isdecimal() and int(length) > DRAIN_RATIO * max_bytes:
         raise too_large
-    body = bytearray()
+    body, num_bytes = bytearray(), 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
+        num_bytes += len(chunk)
+        if num_bytes <= max_bytes:
+            body += chunk
+        elif num_bytes > DRAIN_RATIO * max_bytes:
+            break
+    if num_bytes > max_bytes:
+        raise too_large
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:

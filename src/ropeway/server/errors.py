@@ -38,6 +38,9 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (EngineStoppedError, 503, "server_error", "engine_stopped"),
 )
 
+# After 413 the rest of a body may still be under way, and nobody wants it.
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}}
+
 
 def error_body(error: Exception) -> tuple[int, bytes]:
     """(status, JSON body) of an error; what is not one of ours tells the client nothing of its inside."""
@@ -56,5 +59,4 @@ def error_json(message: str, error_type: str, param: str | None, code: str | Non
 
 def error_response(error: Exception) -> Response:
     status, body = error_body(error)
-    headers = {"www-authenticate": "Bearer"} if status == 401 else None
-    return Response(body, status_code=status, media_type=JSON, headers=headers)
+    return Response(body, status_code=status, media_type=JSON, headers=_HEADERS.get(status))

@@ -1,0 +1,272 @@
+"""The engine thread under a fake backend: failures, stalls, messages from other threads, one wake-up per step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tests.support.fake_backend import FakeBackend
+
+from ropeway.backends.batch import Float32Array, ForwardBatch
+from ropeway.config import EngineConfig, ModelFacts, resolve
+from ropeway.core.params import Request, SamplingParams
+from ropeway.engine.async_engine import AsyncEngine
+from ropeway.engine.engine import Engine
+from ropeway.errors import EngineStoppedError, RequestTooLargeError
+from ropeway.llm import make_engine
+from ropeway.model.gguf import GgufFile
+from ropeway.text.tokenizer import Tokenizer
+
+NUM_BLOCKS = 32
+PROMPT = (70, 71, 72)
+
+
+class GatedBackend(FakeBackend):
+    """Waits at the gate in every forward pass; `failures` are raised one per pass, the gate having been passed."""
+
+    def __init__(self) -> None:
+        super().__init__(num_kv_blocks=NUM_BLOCKS, vocab_size=320, first_token_id=10)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failures: list[Exception] = []
+        self.thread_names: set[str] = set()
+
+    def forward(self, batch: ForwardBatch) -> Float32Array:
+        self.thread_names.add(threading.current_thread().name)
+        self.gate.wait()
+        if self.failures:
+            raise self.failures.pop()
+        return super().forward(batch)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_path: Path) -> Tokenizer:
+    return Tokenizer.from_metadata(GgufFile.open(tiny_model_path).metadata)
+
+
+def engine_on(backend: FakeBackend) -> Engine:
+    config = EngineConfig(num_kv_blocks=NUM_BLOCKS, max_num_batched_tokens=64, max_num_seqs=8)
+    model = ModelFacts(name="fake", context_length=400, kv_bytes_per_token=4, weights_bytes=0)
+    return make_engine(backend, resolve(config, model, 1 << 40))
+
+
+def request(request_id: str, max_tokens: int = 20, n: int = 1, prompt: tuple[int, ...] = PROMPT) -> Request:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
+    return Request(request_id, prompt, params, max_tokens, seed=0)
+
+
+Scenario = Callable[[AsyncEngine, GatedBackend], Awaitable[None]]
+
+
+def run(tokenizer: Tokenizer, scenario: Scenario) -> None:
+    async def main() -> None:
+        backend = GatedBackend()
+        engine = AsyncEngine(engine_on(backend), tokenizer)
+        engine.start()
+        try:
+            await asyncio.wait_for(scenario(engine, backend), 30)
+        finally:
+            backend.gate.set()
+            await engine.shutdown(0.0)
+        assert engine.stats.num_used_blocks == 0
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_tokens_are_those_of_the_backend(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        deltas = await engine.submit([request("a"), request("b", 5, prompt=(80,))]).take_all()
+        for request_id, prompt, num_tokens in (("a", PROMPT, 20), ("b", (80,), 5)):
+            token_ids = [token for delta in deltas if delta.request_id == request_id for token in delta.token_ids]
+            assert tuple(token_ids) == backend.expected_tokens(prompt, num_tokens)
+        assert backend.thread_names == {"ropeway-engine"}
+
+    run(tokenizer, scenario)
+
+
+def test_a_failed_step_ends_its_requests_and_health_is_red_until_one_succeeds(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        backend.failures.append(ValueError("broken"))
+        deltas = await engine.submit([request("a")]).take_all()
+        assert [delta.finish_reason for delta in deltas] == ["error"]
+        await until(lambda: engine.stats.num_failed_steps == 1)
+        with pytest.raises(EngineStoppedError, match="last step failed"):
+            engine.check_health(30)
+        assert (await engine.submit([request("b")]).take_all())[-1].finish_reason == "length"
+        await until(lambda: engine.num_open_requests == 0)
+        engine.check_health(30)
+        assert engine.metrics.finished == {"error": 1, "length": 1}
+
+    run(tokenizer, scenario)
+
+
+def test_a_broken_engine_answers_everybody_and_health_stays_red(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        backend.gate.clear()
+        streams = [engine.submit([request(name, n=2)]) for name in "abc"]
+
+        def step(self: Engine) -> None:
+            raise RuntimeError("scheduler bug")
+
+        monkeypatch.setattr(Engine, "step", step)
+        backend.gate.set()
+        for stream in streams:
+            with pytest.raises(EngineStoppedError, match="scheduler bug"):
+                while await stream.take():
+                    pass
+        with pytest.raises(EngineStoppedError, match="scheduler bug"):
+            engine.check_health(30)
+        with pytest.raises(EngineStoppedError, match="scheduler bug"):
+            engine.submit([request("d")])
+        assert engine.metrics.finished["error"] == 6 and engine.num_open_requests == 0
+
+    async def main() -> None:
+        backend = GatedBackend()
+        engine = AsyncEngine(engine_on(backend), tokenizer)
+        engine.start()
+        await asyncio.wait_for(scenario(engine, backend), 30)
+        assert await engine.shutdown(0.0) is False
+
+    asyncio.run(main())
+
+
+def test_health_is_red_while_nothing_moves(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        await asyncio.sleep(0.05)
+        engine.check_health(0.04)  # idle for long is not stalled
+        backend.gate.clear()
+        stream = engine.submit([request("a")])
+        engine.check_health(0.04)
+        await asyncio.sleep(0.06)
+        with pytest.raises(EngineStoppedError, match="no step has completed"):
+            engine.check_health(0.04)
+        backend.gate.set()
+        await stream.take_all()
+        engine.check_health(30)
+
+    run(tokenizer, scenario)
+
+
+def test_closing_frees_the_blocks_before_the_next_step(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        stream = engine.submit([request("a", 200, n=3)])
+        await stream.take()
+        backend.gate.clear()
+        stream.close()
+        assert await stream.take() == []
+        num_forwards = backend.num_forwards
+        backend.gate.set()
+        await until(lambda: engine.num_open_requests == 0)
+        assert engine.stats.num_used_blocks == 0
+        assert backend.num_forwards <= num_forwards + 1  # the one that was under way
+        assert engine.metrics.finished == {"abort": 3}
+
+    run(tokenizer, scenario)
+
+
+def test_requests_the_engine_refuses_raise_in_their_stream_only(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        bad, good = engine.submit([request("bad", 5000)]), engine.submit([request("good")])
+        with pytest.raises(RequestTooLargeError):
+            await bad.take()
+        assert (await good.take_all())[-1].finish_reason == "length"
+
+    run(tokenizer, scenario)
+
+
+def test_text_that_cannot_be_put_together_ends_its_request_only(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        streams = {name: engine.submit([request(name)]) for name in ("bad", "good")}
+
+        def broken(event: object) -> None:
+            raise KeyError("no such token")
+
+        engine._open["bad"].assembler.push = broken  # type: ignore[method-assign,assignment]
+        with pytest.raises(EngineStoppedError, match="no such token"):
+            await streams["bad"].take_all()
+        assert (await streams["good"].take_all())[-1].finish_reason == "length"
+        await until(lambda: engine.num_open_requests == 0)
+
+    run(tokenizer, scenario)
+    assert "bad" in caplog.text
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        slow, fast = engine.submit([request("slow", 150)]), engine.submit([request("fast", 150)])
+        assert len([delta for delta in await fast.take_all() if delta.token_ids]) == 150
+        await until(lambda: slow.is_finished)
+        token_ids = [token for delta in await slow.take() for token in delta.token_ids]
+        assert tuple(token_ids) == backend.expected_tokens(PROMPT, 150)
+        assert await slow.take() == []
+
+    run(tokenizer, scenario)
+
+
+def test_abort_from_another_thread(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        stream = engine.submit([request("a", 300)])
+        await stream.take()
+        await asyncio.to_thread(engine.abort, "a")
+        assert (await stream.take_all())[-1].finish_reason == "abort"
+        engine.abort("a")
+        engine.abort("never heard of")
+
+    run(tokenizer, scenario)
+
+
+def test_one_wake_up_per_step(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        num_wake_ups = 0
+        deliver = engine._deliver
+
+        def counting(news: object) -> None:
+            nonlocal num_wake_ups
+            num_wake_ups += 1
+            deliver(news)  # type: ignore[arg-type]
+
+        engine._deliver = counting  # type: ignore[method-assign]
+        backend.gate.clear()
+        stream = engine.submit([request(f"r{number}", 30) for number in range(8)])
+        backend.gate.set()
+        await stream.take_all()
+        assert num_wake_ups <= backend.num_forwards + 1
+
+    run(tokenizer, scenario)
+
+
+def test_metrics_follow_the_requests(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        await engine.submit([request("a", 7, n=2), request("b", 3)]).take_all()
+        metrics = engine.metrics
+        assert (metrics.num_prompt_tokens, metrics.num_generation_tokens) == (6, 17)
+        counts = [
+            sum(histogram.counts)
+            for histogram in (
+                metrics.time_to_first_token_s,
+                metrics.request_queue_time_s,
+                metrics.e2e_request_latency_s,
+                metrics.inter_token_latency_s,
+            )
+        ]
+        assert counts == [2, 2, 3, 6 + 6 + 2]
+
+    run(tokenizer, scenario)
+
+
+def test_submit_needs_a_running_engine(tokenizer: Tokenizer) -> None:
+    engine = AsyncEngine(engine_on(GatedBackend()), tokenizer)
+    with pytest.raises(EngineStoppedError, match="not been started"):
+        engine.submit([request("a")])

@@ -1,0 +1,208 @@
+"""Intent becomes facts: the KV pool, the effective context, and every way to ask for too much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ropeway.config import (
+    MAX_DEFAULT_KV_BYTES,
+    WORKING_MEMORY_BYTES,
+    EngineConfig,
+    ModelFacts,
+    format_bytes,
+    free_memory_bytes,
+    parse_bytes,
+    resolve,
+)
+from ropeway.errors import ConfigError, OutOfMemoryError
+
+GIB = 1 << 30
+MODEL = ModelFacts(name="m", context_length=8192, kv_bytes_per_token=23040, weights_bytes=100 << 20)
+BLOCK_BYTES = 16 * MODEL.kv_bytes_per_token
+
+
+def free_for_pool(pool_bytes: int) -> int:
+    return int(MODEL.weights_bytes * 1.15) + WORKING_MEMORY_BYTES + pool_bytes
+
+
+def test_default_pool_is_capped() -> None:
+    facts = resolve(EngineConfig(), MODEL, 64 * GIB)
+    assert facts.num_kv_blocks == MAX_DEFAULT_KV_BYTES // BLOCK_BYTES
+    assert facts.kv_cache_bytes <= MAX_DEFAULT_KV_BYTES
+    assert (facts.max_model_len, facts.warnings) == (8192, ())
+
+
+def test_default_pool_is_half_of_what_is_free() -> None:
+    facts = resolve(EngineConfig(), MODEL, free_for_pool(GIB))
+    assert facts.num_kv_blocks == GIB // 2 // BLOCK_BYTES
+
+
+def test_default_pool_is_no_more_than_could_be_used() -> None:
+    facts = resolve(EngineConfig(max_num_seqs=3, max_model_len=100), MODEL, 64 * GIB)
+    assert facts.num_kv_blocks == 3 * 7
+
+
+def test_exact_pool() -> None:
+    facts = resolve(EngineConfig(num_kv_blocks=600, block_size=16), MODEL, 64 * GIB)
+    assert (facts.num_kv_blocks, facts.kv_cache_bytes) == (600, 600 * BLOCK_BYTES)
+
+
+def test_pool_in_bytes() -> None:
+    assert resolve(EngineConfig(kv_cache_memory="512M"), MODEL, 64 * GIB).num_kv_blocks == (512 << 20) // BLOCK_BYTES
+
+
+def test_small_pool_warns_and_shrinks_the_context() -> None:
+    facts = resolve(EngineConfig(num_kv_blocks=10), MODEL, 64 * GIB)
+    assert facts.max_model_len == 160
+    assert len(facts.warnings) == 1
+    assert "160" in facts.warnings[0] and "8192" in facts.warnings[0] and "kv_cache_memory" in facts.warnings[0]
+
+
+@pytest.mark.parametrize("options", [{"num_kv_blocks": 3000}, {"kv_cache_memory": "1100M"}])
+def test_more_than_is_free_is_refused_with_the_numbers(options: dict[str, object]) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"1\.0 GiB are free .* at most 2912 blocks"):
+        resolve(EngineConfig.from_options(options), MODEL, free_for_pool(GIB))
+
+
+def test_weights_that_do_not_fit() -> None:
+    with pytest.raises(OutOfMemoryError, match="200.0 MiB are free"):
+        resolve(EngineConfig(), MODEL, 200 << 20)
+
+
+def test_context_beyond_the_model() -> None:
+    with pytest.raises(ConfigError, match="9000 is more than the 8192"):
+        resolve(EngineConfig(max_model_len=9000), MODEL, 64 * GIB)
+
+
+def test_pool_smaller_than_a_block() -> None:
+    with pytest.raises(ConfigError, match="one block of 16 tokens takes 360.0 KiB"):
+        resolve(EngineConfig(kv_cache_memory=1000), MODEL, 64 * GIB)
+
+
+def test_served_names() -> None:
+    assert resolve(EngineConfig(), MODEL, 64 * GIB).served_model_names == ("m",)
+    assert resolve(EngineConfig(served_model_name="a"), MODEL, 64 * GIB).served_model_names == ("a",)
+    assert resolve(EngineConfig(served_model_name=["a", "b/c"]), MODEL, 64 * GIB).served_model_names == ("a", "b/c")
+
+
+@pytest.mark.parametrize(
+    ("asked", "calibrated", "expected"),
+    [
+        ({}, 80, (80, 80)),
+        ({}, 1000, (1000, 128)),
+        ({"max_num_seqs": 300}, 80, (300, 300)),
+        ({"max_num_batched_tokens": 50}, 80, (50, 50)),
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 64}, 80, (16, 64)),
+    ],
+)
+def test_token_budget(asked: dict[str, object], calibrated: int, expected: tuple[int, int]) -> None:
+    facts = resolve(EngineConfig.from_options(asked), MODEL, 64 * GIB).with_token_budget(calibrated)
+    assert (facts.max_num_batched_tokens, facts.max_num_seqs) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_length": 5}, "max_model_len"),
+        ({"frobnicate": 5}, "known options"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"block_size": "16"}, "block_size"),
+        ({"num_kv_blocks": -1}, "num_kv_blocks"),
+        ({"num_kv_blocks": 5, "kv_cache_memory": "1G"}, "give one"),
+        ({"kv_cache_memory": "lots"}, "512M"),
+        ({"batching": "dynamic"}, "continuous"),
+        ({"backend": "torch"}, "native"),
+        ({"isa": ""}, "isa"),
+        ({"served_model_name": ["a", ""]}, "served_model_name"),
+        ({"num_threads": 0}, "num_threads"),
+    ],
+)
+def test_wrong_options_name_themselves(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_options(options)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512M", 512 << 20),
+        ("2G", 2 * GIB),
+        ("1.5GiB", 3 * GIB // 2),
+        ("7k", 7 << 10),
+        ("123", 123),
+        (9, 9),
+        ("2gb", 2 * GIB),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes("x", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1e9", "1 000", "12MM", "nan", 0, -5, True, None, 1.5, "9" * 40])
+def test_wrong_sizes(text: object) -> None:
+    with pytest.raises(ConfigError, match="x must be a size"):
+        parse_bytes("x", text)  # type: ignore[arg-type]
+
+
+def test_sizes_for_people() -> None:
+    assert [format_bytes(size) for size in (5, 2048, 3 << 20, 5 * GIB)] == ["5 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemFree: 100 kB\nMemAvailable:    8000000 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/a/b\n")
+    return tmp_path
+
+
+def free(machine: Path) -> int:
+    return free_memory_bytes(machine / "proc", machine / "cgroup")
+
+
+def write_cgroup(directory: Path, names: tuple[str, str], limit: str, use: int, stat: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / names[0]).write_text(limit)
+    (directory / names[1]).write_text(str(use))
+    (directory / "memory.stat").write_text(stat)
+
+
+V2 = ("memory.max", "memory.current")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def test_free_memory_without_cgroups(machine: Path) -> None:
+    assert free(machine) == 8000000 << 10
+
+
+def test_free_memory_of_the_tightest_cgroup(machine: Path) -> None:
+    write_cgroup(machine / "cgroup" / "a" / "b", V2, "max\n", 5, "inactive_file 0\n")
+    write_cgroup(machine / "cgroup" / "a", V2, "1000000\n", 700000, "anon 7\ninactive_file 50000\n")
+    assert free(machine) == 350000
+
+
+def test_free_memory_in_version_1(machine: Path) -> None:
+    (machine / "proc" / "self" / "cgroup").write_text("9:name=systemd:/\n4:memory:/x\n3:cpuset:/\n0::/\n")
+    write_cgroup(machine / "cgroup" / "memory", V1, "2000\n", 500, "inactive_file 1\ntotal_inactive_file 100\n")
+    assert free(machine) == 1600
+
+
+def test_free_memory_is_never_negative(machine: Path) -> None:
+    write_cgroup(machine / "cgroup", V2, "1000\n", 5000, "")
+    assert free(machine) == 0
+
+
+def test_free_memory_of_this_machine() -> None:
+    assert free_memory_bytes() > 0
+
+
+def test_facts_are_frozen() -> None:
+    facts = resolve(EngineConfig(), MODEL, 64 * GIB)
+    with pytest.raises(AttributeError):
+        facts.block_size = 3  # type: ignore[misc]
+    assert replace(facts, block_size=3).block_size == 3

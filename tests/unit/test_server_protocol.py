@@ -1,0 +1,198 @@
+"""Bodies of requests: every field is served, inert, refused by name, or unknown; nothing is ignored in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from ropeway.core.params import SamplingParams
+from ropeway.errors import InvalidRequestError, UnsupportedFieldError
+from ropeway.server.protocol import (
+    INERT_FIELDS,
+    REFUSED_CHAT_FIELDS,
+    REFUSED_COMPLETION_FIELDS,
+    ChatBody,
+    CompletionBody,
+    parse_body,
+)
+
+PROMPT = {"prompt": "x"}
+MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def completion(**fields: object) -> CompletionBody:
+    return parse_body(CompletionBody, {**PROMPT, **fields}, REFUSED_COMPLETION_FIELDS)
+
+
+def chat(**fields: object) -> ChatBody:
+    return parse_body(ChatBody, {**MESSAGES, **fields}, REFUSED_CHAT_FIELDS)
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert completion().sampling_params(16) == SamplingParams()
+    nulls = dict.fromkeys(set(CompletionBody.model_fields) - {"prompt"})
+    assert completion(**nulls).sampling_params(16) == SamplingParams()
+
+
+def test_everything_given_arrives() -> None:
+    fields = {
+        "n": 2, "min_tokens": 1, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3,
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "stop": ["a", "b"],
+        "stop_token_ids": [4], "ignore_eos": True,
+    }  # fmt: skip
+    params = completion(**fields, logit_bias={"12": -3}, max_tokens=9).sampling_params(9)
+    assert params == SamplingParams(**fields, logit_bias={12: -3.0}, max_tokens=9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_top_k_all(top_k: int) -> None:
+    assert completion(top_k=top_k).sampling_params(1).top_k == 0
+
+
+@pytest.mark.parametrize("name", sorted(INERT_FIELDS))
+def test_inert_fields_are_accepted(name: str) -> None:
+    completion(**{name: "anything"})
+    chat(**{name: {"any": "thing"}})
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_COMPLETION_FIELDS))
+def test_completions_refuse_by_name(name: str) -> None:
+    for neutral in (None, *REFUSED_COMPLETION_FIELDS[name]):
+        completion(**{name: neutral})
+    with pytest.raises(UnsupportedFieldError, match=name) as caught:
+        completion(**{name: 77})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_CHAT_FIELDS))
+def test_chat_refuses_by_name(name: str) -> None:
+    for neutral in (None, *REFUSED_CHAT_FIELDS[name]):
+        chat(**{name: neutral})
+    with pytest.raises(UnsupportedFieldError, match=name) as caught:
+        chat(**{name: "something"})
+    assert caught.value.param == name
+
+
+def test_neutral_values_are_not_confused_with_equal_ones() -> None:
+    with pytest.raises(UnsupportedFieldError):
+        completion(logprobs=0)  # asks for the chosen token's
+    with pytest.raises(UnsupportedFieldError):
+        completion(best_of=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temprature": 1}, "temprature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop_token_ids": ["1"]}, "stop_token_ids"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1_0": 1}}, "logit_bias"),
+        ({"logit_bias": {"١": 1}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True, "x": 1}}, "stream_options"),
+        ({"stream_options": True}, "stream_options"),
+        ({"model": 5}, "model"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+    ],
+)
+def test_wrong_values_name_the_field(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        body = completion(**fields)
+        body.sampling_params(body.max_tokens)
+    assert caught.value.param == param
+    assert param in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 5, True])
+def test_a_body_is_an_object(body: object) -> None:
+    with pytest.raises(InvalidRequestError, match="JSON object"):
+        parse_body(CompletionBody, body, REFUSED_COMPLETION_FIELDS)
+
+
+def test_prompts_in_their_four_forms() -> None:
+    assert completion(prompt="a").prompts() == ["a"]
+    assert completion(prompt=["a", "b"]).prompts() == ["a", "b"]
+    assert completion(prompt=[1, 2]).prompts() == [[1, 2]]
+    assert completion(prompt=[[1, 2], [3]]).prompts() == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("prompt", [[], None, 5, {"a": 1}, [1, "a"], ["a", [1]], [True], [1.5], [None]])
+def test_wrong_prompts(prompt: object) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        completion(prompt=prompt).prompts()
+
+
+def test_required_fields() -> None:
+    with pytest.raises(InvalidRequestError, match="prompt is required"):
+        parse_body(CompletionBody, {}, REFUSED_COMPLETION_FIELDS)
+    with pytest.raises(InvalidRequestError, match="messages is required"):
+        parse_body(ChatBody, {}, REFUSED_CHAT_FIELDS)
+
+
+def test_max_completion_tokens() -> None:
+    assert chat().num_tokens_asked is None
+    assert chat(max_tokens=5).num_tokens_asked == 5
+    assert chat(max_completion_tokens=6).num_tokens_asked == 6
+    assert chat(max_completion_tokens=6, max_tokens=6).num_tokens_asked == 6
+    with pytest.raises(InvalidRequestError, match="give one"):
+        assert chat(max_completion_tokens=6, max_tokens=5).num_tokens_asked
+
+
+def test_messages_become_plain() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "bob"},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
+        {"role": "user", "content": ""},
+    ]
+    assert chat(messages=messages).conversation() == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "bob"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "x"},
+        {"role": "user"},
+        {"content": "x"},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "user", "content": ["x"]},
+        {"role": "user", "content": [{"text": "x"}]},
+        {"role": "user", "content": "x", "mood": "good"},
+        {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]},
+        "x",
+        None,
+    ],
+)
+def test_wrong_messages(message: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(messages=[message]).conversation()
+    assert caught.value.param == "messages"
+
+
+def test_no_messages() -> None:
+    with pytest.raises(InvalidRequestError, match="messages"):
+        chat(messages=[])
