@@ -20,6 +20,7 @@ from openai import OpenAI
 from tests.e2e.conftest import ENGINE_FLAGS
 from tests.support.running_server import RunningServer, wait_until
 
+SMALL_POOL = ("--num-kv-blocks", "8")
 LONG = {"prompt": "go on", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
@@ -114,7 +115,7 @@ def test_api_key_and_slow_reader(tiny_model_path: Path) -> None:
 
 def check_slow_reader(server: RunningServer, key: str) -> None:
     """A client with the smallest window that does not read: others are served, and it gets its whole answer later."""
-    body = json.dumps({**LONG, "n": 32, "stream": True}).encode()
+    body = json.dumps({**LONG, "max_tokens": 300, "n": 16, "stream": True}).encode()
     parts = urlsplit(server.url)
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -124,7 +125,7 @@ def check_slow_reader(server: RunningServer, key: str) -> None:
             + f"{key}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
-        wait_until(lambda: server.metric("num_requests_running") == 32)
+        wait_until(lambda: server.metric("num_requests_running") == 16)
         answer = httpx.post(
             f"{server.url}/v1/completions",
             json={**LONG, "max_tokens": 20},
@@ -137,7 +138,7 @@ def check_slow_reader(server: RunningServer, key: str) -> None:
         data = b""
         while received := slow.recv(1 << 16):
             data += received
-    assert data.count(b'"finish_reason":"length"') == 32
+    assert data.count(b'"finish_reason":"length"') == 16
     assert b"data: [DONE]" in data
 
 
@@ -183,7 +184,7 @@ def test_out_of_memory_at_start(tiny_model_path: Path) -> None:
 
 
 def test_small_pool_warns_and_serves(tiny_model_path: Path) -> None:
-    with RunningServer(tiny_model_path, "--max-num-batched-tokens", "64", "--num-kv-blocks", "8") as server:
+    with RunningServer(tiny_model_path, *ENGINE_FLAGS, *SMALL_POOL) as server:
         assert "the effective context is 128" in server.log()
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 128
         body = {**LONG, "max_tokens": 120, "n": 3}

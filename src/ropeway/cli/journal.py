@@ -37,7 +37,12 @@ class InputLine:
     fields: Mapping[str, Any]
 
     def request(self, llm: LLM, defaults: Mapping[str, Any]) -> tuple[EncodedPrompt, SamplingParams]:
-        """What to run, checked against the model. Raises InvalidRequestError."""
+        """What to run, checked against the model. Raises InvalidRequestError.
+
+        A seed that nobody gave comes from the line's number and content, so that a run repeats.
+        """
+        digest = hashlib.sha256(f"{self.number} {self.content_hash}".encode()).digest()
+        defaults = {"seed": int.from_bytes(digest[:8]), **defaults}
         given = {name: self.fields[name] for name in SAMPLING_FIELDS if self.fields.get(name) is not None}
         params = SamplingParams(**{**defaults, **given})
         prompt = (
@@ -87,6 +92,8 @@ class Journal:
         self.num_refused = 0
 
     def __enter__(self) -> Journal:
+        if self._path.exists() and not self._path.is_file():
+            raise ConfigError(f"{self._path} is not a regular file, so no run could be resumed from it; give one")
         self._file = self._path.open("a+b", buffering=0)
         try:
             self._lock()
