@@ -46,8 +46,8 @@ def add_parser(subparsers: Any) -> None:
     add("--top-p", type=float, metavar="P", help="share of probability to choose from, above 0 to 1; default: 1")
     add("--top-k", type=int, metavar="K", help="choose from the K likeliest tokens; default: 0, all")
     add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest; default: 0")
-    add("--seed", type=int, help="of the random numbers; default: for a PROMPT drawn, for a line of --input made of its number and "
-        "content, so that a run repeats")  # fmt: skip
+    add("--seed", type=int, help="of the random numbers; default: for a PROMPT drawn, for a line of --input made of "
+        "its number and content, so that a run repeats")  # fmt: skip
     add("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated; default: none")
     add("--n", type=int, metavar="N", help="answers per prompt; default: 1")
     add_engine_arguments(parser)

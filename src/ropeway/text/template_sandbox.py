@@ -139,7 +139,6 @@ class _Meter(NodeTransformer):
         parts = nodes.List(node.nodes, lineno=node.lineno)
         return nodes.Filter(parts, "concatenated", [], [], None, None, lineno=node.lineno)
 
-
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Const:
         return nodes.Const(node.data, lineno=node.lineno)  # which, unlike plain template text, is finalized: counted
 
