@@ -7,12 +7,15 @@
 // The kernels are written over the names of vec/*.h, so the order matters.
 // clang-format off
 #include "vec/avx2.h"
+#include "kernels/math.h"
 #include "kernels/quantize.h"
 #include "kernels/gemm_tile.h"
 #include "kernels/gemm_u4.h"
 #include "kernels/gemm_s8.h"
 #include "kernels/gemm_float.h"
 #include "kernels/gemm.h"
+#include "kernels/attention.h"
+#include "kernels/elementwise.h"
 // clang-format on
 
 namespace ropeway {
@@ -22,6 +25,16 @@ const Kernels kAvx2Kernels = {
     .name = "avx2",
     .quantize_rows = quantize_rows,
     .gemm = gemm,
+    .rms_norm = rms_norm,
+    .add_rows = add_rows,
+    .add_bias = add_bias,
+    .silu_gate = silu_gate,
+    .rope = rope,
+    .kv_write = kv_write,
+    .attention = attention,
+    .attention_merge = attention_merge,
+    .attention_scratch_floats = attention_scratch_floats,
+    .attention_state_floats = attention_state_floats,
 };
 
 }  // namespace ropeway

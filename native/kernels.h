@@ -36,6 +36,46 @@ struct Activations {
   float* sums;       // [M][k / kGroup]  scale * sum of the group's codes
 };
 
+// Rows of float32, `ld` floats apart; kernels that write one may read it in place.
+struct RowsView {
+  float* data;
+  int64_t ld;
+  int32_t width;
+};
+
+struct RopeShape {
+  int32_t head_dim, rotary_dim;
+  bool is_interleaved;
+};
+
+// The cache keeps, per block, layer and KV head, keys as [head_dim][block_size] and then values as
+// [block_size][head_dim padded to kLanes], in f16; block_size is a multiple of kLanes.
+// Where one token's keys and values go, for one layer.
+struct KvSlot {
+  uint16_t* block;      // this layer's KV head 0 in the token's block
+  int64_t head_stride;  // f16s between KV heads
+  int32_t num_kv_heads, head_dim, block_size;
+  int32_t index;  // of the token in its block
+};
+
+constexpr int kKeySplit = 512;  // positions whose softmax is computed apart and then merged, in order
+
+// Attention of num_rows rows of one sequence, at consecutive positions from `start`, for the `group` query heads that
+// read one KV head.
+struct AttentionTask {
+  const uint16_t* cache;  // this layer and KV head in block 0
+  int64_t block_stride;   // f16s between blocks
+  const int32_t* block_ids;
+  int32_t block_size, head_dim, group;
+  int32_t start, num_rows;
+  int32_t split_begin, split_end;  // splits [0, ceil((start + num_rows) / kKeySplit)), or a part of them
+  float scale;
+  const float* q;  // row 0's first head of the group; heads lie side by side
+  int64_t ld_q;
+  float* out;
+  int64_t ld_out;
+};
+
 struct Kernels {
   const char* name;
   // Fills codes, codes16 unless null, scales and sums of rows [row0, row1) from x.
@@ -44,6 +84,22 @@ struct Kernels {
   // col1 too unless it is n. Writes nothing outside the range.
   void (*gemm)(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out,
                int64_t ld_out);
+
+  void (*rms_norm)(const RowsView& x, const float* weight, float eps, const RowsView& out, int row0, int row1);
+  void (*add_rows)(const RowsView& a, const RowsView& b, const RowsView& out, int row0, int row1);
+  void (*add_bias)(const RowsView& x, const float* bias, int row0, int row1);
+  void (*silu_gate)(const RowsView& gate, const RowsView& up, const RowsView& out, int row0, int row1);
+  // turns[row][rotary_dim]: the cosines and then the sines of the row's pairs.
+  void (*rope)(const RowsView& x, const RopeShape& shape, const float* turns, int row0, int row1);
+  void (*kv_write)(const float* k, const float* v, const KvSlot& slot);
+
+  // Writes task.out; or, given partials, only the states of splits [split_begin, split_end) at
+  // partials[split][num_rows * group][attention_state_floats], for attention_merge to finish. The bits are the same.
+  void (*attention)(const AttentionTask& task, float* partials, float* scratch);
+  // Merges splits [0, split_end) in order and writes task.out.
+  void (*attention_merge)(const AttentionTask& task, float* partials);
+  int64_t (*attention_scratch_floats)(int num_rows, int group, int head_dim);
+  int (*attention_state_floats)(int head_dim);
 };
 
 }  // namespace ropeway

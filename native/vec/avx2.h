@@ -89,5 +89,38 @@ inline void store_i32_as_i16(int16_t* out, Bits256 a, Bits256 b) {
 }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
+inline F32x8 sub(F32x8 a, F32x8 b) { return _mm256_sub_ps(a, b); }
+inline F32x8 div(F32x8 a, F32x8 b) { return _mm256_div_ps(a, b); }
+// a > b ? a : b, so b where either is NaN; min_f32 likewise.
+inline F32x8 max_f32(F32x8 a, F32x8 b) { return _mm256_max_ps(a, b); }
+inline F32x8 min_f32(F32x8 a, F32x8 b) { return _mm256_min_ps(a, b); }
+// 2^n for -126 <= n <= 127.
+inline F32x8 power_of_two(Bits256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+// Lanes 0..n-1 of v, the others of rest.
+inline F32x8 first_lanes(F32x8 v, int n, F32x8 rest) {
+  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_blendv_ps(rest, v, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), index)));
+}
+inline float first_lane(F32x8 v) { return _mm256_cvtss_f32(v); }
+// Halves, quarters, eighths: ((0+4) + (2+6)) + ((1+5) + (3+7)).
+inline float reduce_add_f32(F32x8 v) {
+  __m128 m = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_add_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_add_ss(m, _mm_shuffle_ps(m, m, 1)));
+}
+// In the same order, by the rule of max_f32.
+inline float reduce_max_f32(F32x8 v) {
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
+}
+// Rounded to nearest even; beyond the range of f16: its largest value. NaN stays NaN.
+inline void store_f16(uint16_t* p, F32x8 v) {
+  v = _mm256_min_ps(_mm256_set1_ps(65504.0f), _mm256_max_ps(_mm256_set1_ps(-65504.0f), v));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
 }  // namespace
 }  // namespace ropeway

@@ -194,5 +194,58 @@ inline void store_i32_as_i16(int16_t* out, Bits256 a, Bits256 b) {
 }
 inline void prefetch(const void*) {}
 
+inline F32x8 sub(F32x8 a, F32x8 b) {
+  for (int i = 0; i < 8; i++) a.lane[i] -= b.lane[i];
+  return a;
+}
+inline F32x8 div(F32x8 a, F32x8 b) {
+  for (int i = 0; i < 8; i++) a.lane[i] /= b.lane[i];
+  return a;
+}
+inline float greater(float a, float b) { return a > b ? a : b; }
+inline F32x8 max_f32(F32x8 a, F32x8 b) {
+  for (int i = 0; i < 8; i++) a.lane[i] = greater(a.lane[i], b.lane[i]);
+  return a;
+}
+inline F32x8 min_f32(F32x8 a, F32x8 b) {
+  for (int i = 0; i < 8; i++) a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
+  return a;
+}
+inline F32x8 power_of_two(Bits256 n) {
+  const Int32Lanes x = as_i32(n);
+  F32x8 r;
+  for (int i = 0; i < 8; i++) r.lane[i] = f32_from_bits(uint32_t(x.lane[i] + 127) << 23);
+  return r;
+}
+inline F32x8 first_lanes(F32x8 v, int n, F32x8 rest) {
+  for (int i = n; i < 8; i++) v.lane[i] = rest.lane[i];
+  return v;
+}
+inline float first_lane(F32x8 v) { return v.lane[0]; }
+inline float reduce_add_f32(F32x8 v) {
+  for (int half = 4; half; half /= 2)
+    for (int i = 0; i < half; i++) v.lane[i] += v.lane[i + half];
+  return v.lane[0];
+}
+inline float reduce_max_f32(F32x8 v) {
+  for (int half = 4; half; half /= 2)
+    for (int i = 0; i < half; i++) v.lane[i] = greater(v.lane[i], v.lane[i + half]);
+  return v.lane[0];
+}
+// Nearest even, as bits: the exponent moves from bias 127 to 15; below 2^-14 the fixed step is 2^-24.
+inline uint16_t f16_from_f32(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000u);
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return uint16_t(sign | 0x7e00u | (bits >> 13 & 0x3ffu));
+  if (bits > 0x477fe000u) return uint16_t(sign | 0x7bffu);
+  if (bits < 0x38800000u) return uint16_t(sign | uint16_t(nearbyintf(f32_from_bits(bits) * 0x1p24f)));
+  return uint16_t(sign | (bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13);
+}
+inline void store_f16(uint16_t* p, F32x8 v) {
+  for (int i = 0; i < 8; i++) p[i] = f16_from_f32(v.lane[i]);
+}
+
 }  // namespace
 }  // namespace ropeway

@@ -1,0 +1,200 @@
+// Binds the thread pool and the executable: takes a ForwardBatch (backends/batch.py) apart and hands logits out without
+// a copy.
+#include "bindings_executable.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "executable.h"
+#include "isa.h"
+
+namespace nb = nanobind;
+
+namespace ropeway {
+namespace {
+
+template <class T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+std::span<const T> span(const Array<T>& array) {
+  return {array.data(), array.shape(0)};
+}
+
+template <class T>
+Array<T> attribute(nb::handle object, const char* name) {
+  Array<T> array;
+  if (!nb::try_cast(object.attr(name), array, false))
+    throw std::invalid_argument(std::string("forward batch: ") + name + " has the wrong type or is not contiguous");
+  return array;
+}
+
+TensorType tensor_type(const std::string& name) {
+  static constexpr std::pair<const char*, TensorType> kTypes[] = {
+      {"F32", TensorType::F32},   {"F16", TensorType::F16},   {"BF16", TensorType::BF16},
+      {"Q8_0", TensorType::Q8_0}, {"Q4_0", TensorType::Q4_0}, {"Q4_1", TensorType::Q4_1}};
+  for (const auto& [known, type] : kTypes)
+    if (name == known) return type;
+  throw std::invalid_argument("tensor type '" + name + "' is unknown");
+}
+
+struct Table {
+  Array<int32_t> block_ids;
+  Array<int64_t> offsets;
+};
+
+nb::object forward(Executable& executable, nb::handle batch) {
+  const auto token_ids = attribute<int32_t>(batch, "token_ids"), positions = attribute<int32_t>(batch, "positions"),
+             query_indptr = attribute<int32_t>(batch, "query_indptr"), kv_lens = attribute<int32_t>(batch, "kv_lens"),
+             out_rows = attribute<int32_t>(batch, "out_rows");
+  std::vector<Table> tables;
+  for (nb::handle table : batch.attr("tables"))
+    tables.push_back({attribute<int32_t>(table, "block_ids"), attribute<int64_t>(table, "offsets")});
+  ForwardBatch view{span(token_ids), span(positions), span(query_indptr), span(kv_lens), span(out_rows), {}};
+  for (const Table& table : tables) view.tables.push_back({span(table.block_ids), span(table.offsets)});
+  std::shared_ptr<float[]> logits;
+  {
+    nb::gil_scoped_release released;
+    logits = executable.forward(view);
+  }
+  float* data = logits.get();
+  auto holder = std::make_unique<std::shared_ptr<float[]>>(std::move(logits));
+  nb::capsule owner(holder.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
+  holder.release();
+  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>(
+      data, {out_rows.shape(0), static_cast<size_t>(executable.vocab_size())}, owner));
+}
+
+int add_matrix(Executable& executable, const std::string& type, int n, int k, const Array<uint8_t>& data) {
+  const TensorType parsed = tensor_type(type);
+  nb::gil_scoped_release released;
+  return executable.add_matrix(parsed, n, k, span(data));
+}
+
+RowOp rope_op(int x, int turns, int head_dim, int rotary_dim, bool is_interleaved) {
+  RowOp op{.kind = RowOpKind::Rope, .out = x, .table = turns};
+  op.rope_shape = {head_dim, rotary_dim, is_interleaved};
+  return op;
+}
+
+void bind_row_ops(nb::module_& m) {
+  nb::class_<RowOp>(m, "RowOp", "One op of a rows phase: buffers and tables by index.")
+      .def_static(
+          "turns", [](int turns) { return RowOp{.kind = RowOpKind::Turns, .table = turns}; }, nb::arg("turns"))
+      .def_static(
+          "embed",
+          [](int out, int embedding) { return RowOp{.kind = RowOpKind::Embed, .out = out, .table = embedding}; },
+          nb::arg("out"), nb::arg("embedding"))
+      .def_static(
+          "norm",
+          [](int out, int x, int vector, float eps) {
+            return RowOp{.kind = RowOpKind::Norm, .out = out, .a = x, .table = vector, .eps = eps};
+          },
+          nb::arg("out"), nb::arg("x"), nb::arg("vector"), nb::arg("eps"))
+      .def_static(
+          "bias", [](int x, int vector) { return RowOp{.kind = RowOpKind::Bias, .out = x, .a = x, .table = vector}; },
+          nb::arg("x"), nb::arg("vector"))
+      .def_static(
+          "quantize", [](int x) { return RowOp{.kind = RowOpKind::Quantize, .out = x}; }, nb::arg("x"))
+      .def_static("rope", &rope_op, nb::arg("x"), nb::arg("turns"), nb::arg("head_dim"), nb::arg("rotary_dim"),
+                  nb::arg("is_interleaved"))
+      .def_static(
+          "kv_write",
+          [](int k, int v, int layer, int group) {
+            return RowOp{.kind = RowOpKind::KvWrite, .out = k, .a = k, .b = v, .table = group, .layer = layer};
+          },
+          nb::arg("k"), nb::arg("v"), nb::arg("layer"), nb::arg("group"))
+      .def_static(
+          "silu_gate",
+          [](int out, int gate, int up) { return RowOp{.kind = RowOpKind::SiluGate, .out = out, .a = gate, .b = up}; },
+          nb::arg("out"), nb::arg("gate"), nb::arg("up"))
+      .def_static(
+          "add", [](int out, int a, int b) { return RowOp{.kind = RowOpKind::Add, .out = out, .a = a, .b = b}; },
+          nb::arg("out"), nb::arg("a"), nb::arg("b"))
+      .def_static(
+          "select_rows", [](int out, int x) { return RowOp{.kind = RowOpKind::SelectRows, .out = out, .a = x}; },
+          nb::arg("out"), nb::arg("x"));
+}
+
+std::vector<Product> products(const std::vector<std::pair<int, int>>& pairs) {
+  std::vector<Product> found;
+  for (const auto& [matrix, out] : pairs) found.push_back({matrix, out});
+  return found;
+}
+
+nb::dict profile(const Executable& executable) {
+  nb::dict times;
+  for (const PhaseTime& time : executable.profile())
+    times[time.label.c_str()] = nb::make_tuple(time.num_runs, static_cast<double>(time.total_ns) * 1e-9);
+  return times;
+}
+
+}  // namespace
+
+void bind_executable(nb::module_& m) {
+  m.def("available_cpus", &available_cpus, "Processors this process may run on.");
+  nb::class_<ThreadPool>(m, "ThreadPool", "Threads for everything native; the caller of a job is one of them.")
+      .def(nb::init<int>(), nb::arg("num_threads"))
+      .def_prop_ro("num_threads", &ThreadPool::num_threads);
+  bind_row_ops(m);
+  nb::class_<Executable>(m, "Executable", "A lowered Program with its weights and KV pool.")
+      .def(
+          "__init__",
+          [](Executable* self, ThreadPool& pool, std::optional<std::string> isa, int block_size, int num_kv_blocks) {
+            std::optional<std::string_view> name;
+            if (isa) name = *isa;
+            new (self) Executable(select_kernels(name), pool, block_size, num_kv_blocks);
+          },
+          nb::arg("pool"), nb::kw_only(), nb::arg("isa").none(), nb::arg("block_size"), nb::arg("num_kv_blocks"),
+          nb::keep_alive<1, 2>())
+      .def("add_buffer", &Executable::add_buffer, nb::arg("width"))
+      .def("add_cache_group", &Executable::add_cache_group, nb::arg("num_layers"), nb::arg("num_kv_heads"),
+           nb::arg("head_dim"))
+      .def("add_matrix", &add_matrix, nb::arg("type"), nb::arg("n"), nb::arg("k"), nb::arg("data"))
+      .def(
+          "add_embedding",
+          [](Executable& executable, const std::string& type, int n, int k, const Array<uint8_t>& data) {
+            return executable.add_embedding(tensor_type(type), n, k, span(data));
+          },
+          nb::arg("type"), nb::arg("n"), nb::arg("k"), nb::arg("data"), nb::keep_alive<1, 5>())
+      .def(
+          "add_vector",
+          [](Executable& executable, const Array<float>& values) { return executable.add_vector(span(values)); },
+          nb::arg("values"))
+      .def(
+          "add_turns",
+          [](Executable& executable, const Array<double>& frequencies) {
+            return executable.add_turns(span(frequencies));
+          },
+          nb::arg("frequencies"))
+      .def("add_rows_phase", &Executable::add_rows_phase, nb::arg("label"), nb::arg("is_selected"), nb::arg("ops"))
+      .def(
+          "add_product_phase",
+          [](Executable& executable, std::string label, bool is_selected, int x,
+             const std::vector<std::pair<int, int>>& pairs) {
+            executable.add_product_phase(std::move(label), is_selected, x, products(pairs));
+          },
+          nb::arg("label"), nb::arg("is_selected"), nb::arg("x"), nb::arg("products"))
+      .def(
+          "add_attention_phase",
+          [](Executable& executable, std::string label, int out, int q, int group, int layer, int num_heads,
+             float scale) {
+            executable.add_attention_phase(std::move(label), {out, q, group, layer, num_heads, scale});
+          },
+          nb::arg("label"), nb::arg("out"), nb::arg("q"), nb::arg("group"), nb::arg("layer"), nb::arg("num_heads"),
+          nb::arg("scale"))
+      .def("set_logits", &Executable::set_logits, nb::arg("buffer"))
+      .def("forward", &forward, nb::arg("batch"),
+           "logits[R, vocab] of a ForwardBatch. Raises ValueError for a batch that does not fit.")
+      .def_prop_ro("packed_bytes", &Executable::packed_bytes)
+      .def_prop_ro("kv_bytes", &Executable::kv_bytes)
+      .def("set_profiling", &Executable::set_profiling, nb::arg("is_on"),
+           "Turns timing on or off, and clears the times.")
+      .def("profile", &profile, "Label of a phase -> (runs, seconds).");
+}
+
+}  // namespace ropeway

@@ -1,0 +1,554 @@
+#include "executable.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "dequantize.h"
+
+namespace ropeway {
+namespace {
+
+constexpr int kMaxPassTokens = 512;  // a longer step runs as several passes, so that activations stay in the caches
+constexpr int kMaxProductRows = 256;
+constexpr int kMaxQueryPairs = 96;  // (row, head) pairs that share a widened tile of keys
+constexpr int kMaxQueryFloats = 6144;
+
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::string text;
+  const auto append = [&](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>)
+      text += std::to_string(part);
+    else
+      text += part;
+  };
+  (append(parts), ...);
+  throw std::invalid_argument(text);
+}
+
+int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+int32_t ceil_div(int64_t n, int64_t unit) { return static_cast<int32_t>((n + unit - 1) / unit); }
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+KvPool::KvPool(int num_layers, int num_kv_heads, int head_dim, int block_size, int num_blocks)
+    : num_layers(num_layers),
+      num_kv_heads(num_kv_heads),
+      head_dim(head_dim),
+      head_stride((int64_t{head_dim} + round_up(head_dim, kLanes)) * block_size),
+      block_stride(int64_t{num_layers} * num_kv_heads * head_stride),
+      memory(static_cast<size_t>(num_blocks) * block_stride * sizeof(uint16_t)) {}
+
+Executable::Executable(const Kernels& kernels, ThreadPool& pool, int block_size, int num_kv_blocks)
+    : kernels_(kernels), pool_(pool), block_size_(block_size), num_kv_blocks_(num_kv_blocks) {
+  if (block_size < 1 || block_size % kLanes) refuse("block_size must be a multiple of ", kLanes, ", not ", block_size);
+  if (num_kv_blocks < 1) refuse("num_kv_blocks must be at least 1, not ", num_kv_blocks);
+  scratch_.resize(pool.num_threads());
+}
+
+int Executable::add_buffer(int width) {
+  if (width < 1) refuse("a buffer of width ", width);
+  Buffer& buffer = buffers_.emplace_back();
+  buffer.width = width;
+  buffer.ld = round_up(width, 2 * kLanes);
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Executable::add_cache_group(int num_layers, int num_kv_heads, int head_dim) {
+  if (num_layers < 1 || num_kv_heads < 1 || head_dim < 1) refuse("a cache group of no size");
+  groups_.emplace_back(num_layers, num_kv_heads, head_dim, block_size_, num_kv_blocks_);
+  return static_cast<int>(groups_.size()) - 1;
+}
+
+int Executable::add_matrix(TensorType type, int n, int k, std::span<const uint8_t> data) {
+  if (n < 1 || k < 1 || data.size() != row_bytes(type, k) * n)
+    refuse("a matrix of ", n, " x ", k, " in ", data.size(), " bytes");
+  Matrix& matrix = matrices_.emplace_back();
+  matrix.packed = packed_shape(type, n, k);
+  const size_t num_bytes = ropeway::packed_bytes(matrix.packed);
+  matrix.storage = allocate<uint8_t>(static_cast<int64_t>(num_bytes));
+  matrix.packed.data = matrix.storage.get();
+  packed_bytes_ += static_cast<int64_t>(num_bytes);
+  const TensorRows rows{type, n, data.data()};
+  const int columns = std::max(1, (1 << 16) / k / kTileColumns) * kTileColumns;
+  pool_.parallel_for(ceil_div(n, columns), [&](int chunk, int) {
+    pack_columns(matrix.packed, {&rows, 1}, chunk * columns, std::min(n, (chunk + 1) * columns), matrix.storage.get());
+  });
+  return static_cast<int>(matrices_.size()) - 1;
+}
+
+int Executable::add_embedding(TensorType type, int n, int k, std::span<const uint8_t> data) {
+  if (n < 1 || k < 1 || data.size() != row_bytes(type, k) * n)
+    refuse("an embedding of ", n, " x ", k, " in ", data.size(), " bytes");
+  embeddings_.push_back({type, n, k, data.data()});
+  return static_cast<int>(embeddings_.size()) - 1;
+}
+
+int Executable::add_vector(std::span<const float> values) {
+  vectors_.emplace_back(values.begin(), values.end());
+  return static_cast<int>(vectors_.size()) - 1;
+}
+
+int Executable::add_turns(std::span<const double> frequencies) {
+  turns_.push_back({{frequencies.begin(), frequencies.end()}, nullptr});
+  return static_cast<int>(turns_.size()) - 1;
+}
+
+void Executable::check_buffer(int buffer, int width, const char* what) const {
+  const int found = buffers_.at(buffer).width;
+  if (found != width) refuse(what, ": a buffer of width ", found, " where ", width, " is needed");
+}
+
+void Executable::add_rows_phase(std::string label, bool is_selected, std::vector<RowOp> ops) {
+  for (const RowOp& op : ops) {
+    const int width = buffers_.at(op.out).width;
+    switch (op.kind) {
+      case RowOpKind::Turns:
+        (void)turns_.at(op.table);
+        break;
+      case RowOpKind::Embed:
+        check_buffer(op.out, embeddings_.at(op.table).k, "embed");
+        break;
+      case RowOpKind::Norm:
+      case RowOpKind::Bias:
+        check_buffer(op.a, width, "norm or bias");
+        check_buffer(op.out, static_cast<int>(vectors_.at(op.table).size()), "norm or bias");
+        break;
+      case RowOpKind::Quantize:
+        if (width % kGroup) refuse("a width of ", width, " is not quantised in groups of ", kGroup);
+        break;
+      case RowOpKind::Rope:
+        if (op.rope_shape.head_dim < 1 || width % op.rope_shape.head_dim ||
+            op.rope_shape.rotary_dim > op.rope_shape.head_dim ||
+            op.rope_shape.rotary_dim != 2 * static_cast<int>(turns_.at(op.table).frequencies.size()))
+          refuse("rope: ", op.rope_shape.rotary_dim, " of ", op.rope_shape.head_dim, " entries in a buffer of width ",
+                 width);
+        break;
+      case RowOpKind::KvWrite: {
+        const KvPool& group = groups_.at(op.table);
+        check_buffer(op.a, group.num_kv_heads * group.head_dim, "keys");
+        check_buffer(op.b, group.num_kv_heads * group.head_dim, "values");
+        if (op.layer < 0 || op.layer >= group.num_layers) refuse("layer ", op.layer, " of ", group.num_layers);
+        break;
+      }
+      case RowOpKind::SiluGate:
+      case RowOpKind::Add:
+        check_buffer(op.a, width, "add or gate");
+        check_buffer(op.b, width, "add or gate");
+        break;
+      case RowOpKind::SelectRows:
+        check_buffer(op.a, width, "select_rows");
+        break;
+    }
+    if (is_selected && (op.kind == RowOpKind::Embed || op.kind == RowOpKind::Rope || op.kind == RowOpKind::KvWrite))
+      refuse("an op on tokens after select_rows");
+  }
+  Phase& phase = phases_.emplace_back();
+  phase.time = add_time(label);
+  phase.label = std::move(label);
+  phase.is_selected = is_selected;
+  phase.ops = std::move(ops);
+}
+
+void Executable::add_product_phase(std::string label, bool is_selected, int x, std::vector<Product> products) {
+  for (const Product& product : products) {
+    const PackedMatrix& w = matrices_.at(product.matrix).packed;
+    check_buffer(x, w.k, "linear");
+    check_buffer(product.out, w.n, "linear");
+    if (product.out == x) refuse("a linear writes the buffer that it reads");
+    const bool is_quantised = w.form == Form::U4 || w.form == Form::S8;
+    buffers_[x].is_quantised |= is_quantised;
+    buffers_[x].is_wide |= w.form == Form::S8;
+  }
+  Phase& phase = phases_.emplace_back();
+  phase.time = add_time(label);
+  phase.label = std::move(label);
+  phase.is_selected = is_selected;
+  phase.x = x;
+  phase.chunk_columns.resize(products.size());
+  phase.first_chunk.resize(products.size() + 1);
+  phase.products = std::move(products);
+}
+
+void Executable::add_attention_phase(std::string label, AttentionOp op) {
+  const KvPool& group = groups_.at(op.group);
+  if (op.num_heads < 1 || op.num_heads % group.num_kv_heads || op.layer < 0 || op.layer >= group.num_layers)
+    refuse("attention: ", op.num_heads, " heads over ", group.num_kv_heads, ", layer ", op.layer, " of ",
+           group.num_layers);
+  check_buffer(op.q, op.num_heads * group.head_dim, "attention");
+  check_buffer(op.out, op.num_heads * group.head_dim, "attention");
+  const int query_heads = op.num_heads / group.num_kv_heads;
+  size_t shape = 0;
+  while (shape < attention_shapes_.size() &&
+         !(attention_shapes_[shape].group == op.group && attention_shapes_[shape].query_heads == query_heads))
+    ++shape;
+  if (shape == attention_shapes_.size())
+    attention_shapes_.push_back({op.group, group.num_kv_heads, query_heads, group.head_dim, {}});
+  Phase& phase = phases_.emplace_back();
+  phase.time = add_time(label);
+  phase.label = std::move(label);
+  phase.is_attention = true;
+  phase.attention = op;
+  phase.attention_shape = static_cast<int>(shape);
+}
+
+void Executable::set_logits(int buffer) {
+  (void)buffers_.at(buffer);
+  logits_buffer_ = buffer;
+}
+
+int64_t Executable::kv_bytes() const {
+  int64_t total = 0;
+  for (const KvPool& group : groups_) total += static_cast<int64_t>(group.memory.num_bytes());
+  return total;
+}
+
+int Executable::add_time(const std::string& label) {
+  for (size_t i = 0; i < times_.size(); ++i)
+    if (times_[i].label == label) return static_cast<int>(i);
+  times_.push_back({label});
+  return static_cast<int>(times_.size()) - 1;
+}
+
+void Executable::set_profiling(bool is_on) {
+  is_profiling_ = is_on;
+  for (PhaseTime& time : times_) time.num_runs = time.total_ns = 0;
+}
+
+void Executable::check_batch(const ForwardBatch& batch) const {
+  const int64_t num_tokens = static_cast<int64_t>(batch.token_ids.size()),
+                num_sequences = static_cast<int64_t>(batch.kv_lens.size());
+  if (num_tokens > INT32_MAX / 2) refuse("a batch of ", num_tokens, " tokens");
+  if (static_cast<int64_t>(batch.positions.size()) != num_tokens)
+    refuse(batch.positions.size(), " positions for ", num_tokens, " tokens");
+  if (static_cast<int64_t>(batch.query_indptr.size()) != num_sequences + 1 || batch.query_indptr[0] != 0 ||
+      batch.query_indptr[num_sequences] != num_tokens)
+    refuse("query_indptr does not run from 0 to ", num_tokens, " over ", num_sequences, " sequences");
+  if (batch.tables.size() != groups_.size())
+    refuse(batch.tables.size(), " block tables for ", groups_.size(), " cache groups");
+  for (const Embedding& embedding : embeddings_)
+    for (const int32_t id : batch.token_ids)
+      if (id < 0 || id >= embedding.n) refuse("token id ", id, " of a vocabulary of ", embedding.n);
+  for (int64_t s = 0; s < num_sequences; ++s) {
+    const int32_t first = batch.query_indptr[s], end = batch.query_indptr[s + 1];
+    if (end < first || end > num_tokens || first < 0) refuse("query_indptr falls at sequence ", s);
+    const int64_t kv_len = batch.kv_lens[s];
+    if (kv_len < end - first) refuse("sequence ", s, " has ", end - first, " tokens but kv_len ", kv_len);
+    for (int32_t t = first; t < end; ++t)
+      if (batch.positions[t] != kv_len - (end - t))
+        refuse("token ", t, " is at position ", batch.positions[t], ", not ", kv_len - (end - t));
+    const int64_t num_blocks = ceil_div(kv_len, block_size_);
+    for (const BlockTableView& table : batch.tables) {
+      if (static_cast<int64_t>(table.offsets.size()) != num_sequences)
+        refuse(table.offsets.size(), " block tables for ", num_sequences, " sequences");
+      const int64_t offset = table.offsets[s], num_ids = static_cast<int64_t>(table.block_ids.size());
+      if (offset < 0 || offset > num_ids || num_blocks > num_ids - offset)
+        refuse("sequence ", s, " has ", num_blocks, " blocks at ", offset, " of a table of ", num_ids);
+      for (int64_t i = offset; i < offset + num_blocks; ++i)
+        if (table.block_ids[i] < 0 || table.block_ids[i] >= num_kv_blocks_)
+          refuse("sequence ", s, " has block ", table.block_ids[i], " of a pool of ", num_kv_blocks_);
+    }
+  }
+  for (size_t r = 0; r < batch.out_rows.size(); ++r)
+    if (batch.out_rows[r] < 0 || batch.out_rows[r] >= num_tokens || (r && batch.out_rows[r] <= batch.out_rows[r - 1]))
+      refuse("out_rows do not ascend within ", num_tokens, " tokens");
+}
+
+void Executable::reserve_rows(int64_t num_rows) {
+  if (num_rows <= num_rows_reserved_) return;
+  int64_t capacity = 8;
+  while (capacity < num_rows) capacity *= 2;
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    Buffer& buffer = buffers_[i];
+    if (static_cast<int>(i) != logits_buffer_) {
+      buffer.storage = allocate<float>(capacity * buffer.ld);
+      buffer.data = buffer.storage.get();
+    }
+    if (!buffer.is_quantised) continue;
+    buffer.codes = allocate<int8_t>(capacity * buffer.width);
+    if (buffer.is_wide) buffer.codes16 = allocate<int16_t>(capacity * buffer.width);
+    buffer.scales = allocate<float>(capacity * (buffer.width / kGroup));
+    buffer.sums = allocate<float>(capacity * (buffer.width / kGroup));
+  }
+  for (Turns& turns : turns_)
+    turns.rows = allocate<float>(capacity * 2 * static_cast<int64_t>(turns.frequencies.size()));
+  num_rows_reserved_ = capacity;
+}
+
+std::shared_ptr<float[]> Executable::forward(const ForwardBatch& batch) {
+  check_batch(batch);
+  const int num_tokens = static_cast<int>(batch.token_ids.size()), num_out = static_cast<int>(batch.out_rows.size());
+  Buffer& logits = buffers_.at(logits_buffer_);
+  logits.ld = logits.width;
+  const int64_t num_floats = std::max<int64_t>(1, num_out) * logits.width;
+  if (num_floats > logits_floats_) {
+    logits_ = std::shared_ptr<float[]>(static_cast<float*>(allocate_bytes(num_floats * sizeof(float))), FreeMemory{});
+    logits_floats_ = num_floats;
+  }
+  reserve_rows(std::min(num_tokens, kMaxPassTokens));
+  for (int token0 = 0, out0 = 0; token0 < num_tokens;) {
+    const int token1 = std::min(num_tokens, token0 + kMaxPassTokens);
+    int out1 = out0;
+    while (out1 < num_out && batch.out_rows[out1] < token1) ++out1;
+    logits.data = logits_.get() + int64_t{out0} * logits.width;
+    run_pass(batch, token0, token1, out0, out1);
+    token0 = token1, out0 = out1;
+  }
+  return logits_;
+}
+
+void Executable::run_pass(const ForwardBatch& batch, int token0, int token1, int out0, int out1) {
+  batch_ = &batch, token0_ = token0, out0_ = out0;
+  find_segments(batch, token0, token1);
+  for (AttentionShape& shape : attention_shapes_) plan_attention(batch, shape);
+  const int num_tokens = token1 - token0, num_selected = out1 - out0;
+  num_chunks_.clear();
+  for (Phase& phase : phases_) num_chunks_.push_back(plan_phase(phase, num_tokens, num_selected));
+  const int num_phases = static_cast<int>(phases_.size());
+  int64_t start_ns = 0;
+  if (is_profiling_) {
+    end_ns_.resize(phases_.size());
+    start_ns = now_ns();
+  }
+  pool_.run(
+      num_chunks_.data(), num_phases,
+      [&](int index, int chunk, int thread) {
+        const Phase& phase = phases_[index];
+        const int num_rows = phase.is_selected ? num_selected : num_tokens;
+        if (phase.is_attention) {
+          run_attention(phase, chunk, thread);
+        } else if (!phase.products.empty()) {
+          run_product(phase, chunk, num_rows);
+        } else {
+          run_rows(phase, chunk * phase.rows_per_chunk, std::min(num_rows, (chunk + 1) * phase.rows_per_chunk));
+        }
+      },
+      is_profiling_ ? end_ns_.data() : nullptr);
+  if (is_profiling_) {
+    for (int i = 0; i < num_phases; ++i) {
+      PhaseTime& time = times_[phases_[i].time];
+      time.num_runs += 1;
+      time.total_ns += end_ns_[i] - (i ? end_ns_[i - 1] : start_ns);
+    }
+  }
+}
+
+void Executable::find_segments(const ForwardBatch& batch, int token0, int token1) {
+  segments_.clear();
+  segment_of_row_.resize(token1 - token0);
+  const auto& indptr = batch.query_indptr;
+  // The sequence that holds token0 is the last one that begins at or before it.
+  int s = static_cast<int>(std::upper_bound(indptr.begin(), indptr.end(), token0) - indptr.begin()) - 1;
+  for (; s < static_cast<int>(batch.kv_lens.size()) && indptr[s] < token1; ++s) {
+    const int first = std::max(indptr[s], token0), end = std::min(indptr[s + 1], token1);
+    if (first >= end) continue;
+    for (int t = first; t < end; ++t) segment_of_row_[t - token0] = static_cast<int32_t>(segments_.size());
+    segments_.push_back({s, first - token0, end - first, batch.positions[first]});
+  }
+}
+
+void Executable::plan_attention(const ForwardBatch&, AttentionShape& shape) {
+  const int max_rows =
+      std::clamp(std::min(kMaxQueryPairs, kMaxQueryFloats / shape.head_dim) / shape.query_heads, 1, kMaxPassTokens);
+  shape.items.clear();
+  // The longest first: the last chunks to be claimed should be short.
+  for (int i = 0; i < static_cast<int>(segments_.size()); ++i) {
+    const Segment& segment = segments_[i];
+    for (int row = (segment.num_rows - 1) / max_rows * max_rows; row >= 0; row -= max_rows) {
+      const int num_rows = std::min(max_rows, segment.num_rows - row);
+      const int num_splits = ceil_div(int64_t{segment.start} + row + num_rows, kKeySplit);
+      shape.items.push_back({i, row, num_rows, 0, num_splits, num_splits, 0, 0, false});
+    }
+  }
+  // Few items: a row with a long context is shared between threads, split by split.
+  const int64_t num_units = static_cast<int64_t>(shape.items.size()) * shape.num_kv_heads;
+  if (pool_.num_threads() > 1 && num_units < 4 * pool_.num_threads()) {
+    const int64_t unit_floats = int64_t{shape.query_heads} * kernels_.attention_state_floats(shape.head_dim);
+    std::vector<AttentionItem> shared;
+    int64_t partials = 0;
+    int32_t counter = 0;
+    for (const AttentionItem& item : shape.items) {
+      if (item.num_rows > 1 || item.num_splits == 1) {
+        shared.push_back(item);
+        continue;
+      }
+      for (int split = 0; split < item.num_splits; ++split)
+        shared.push_back({item.segment, item.row, 1, split, split + 1, item.num_splits, partials, counter, true});
+      partials += unit_floats * item.num_splits * shape.num_kv_heads;
+      counter += shape.num_kv_heads;
+    }
+    shape.items = std::move(shared);
+    if (partials > partials_floats_) {
+      partials_ = allocate<float>(partials);
+      partials_floats_ = partials;
+    }
+    if (counter > num_splits_done_) {
+      splits_done_ = std::make_unique<std::atomic<int32_t>[]>(counter);
+      num_splits_done_ = counter;
+    }
+  }
+  const int64_t floats = kernels_.attention_scratch_floats(max_rows, shape.query_heads, shape.head_dim);
+  if (floats > scratch_floats_) {
+    for (Memory<float>& scratch : scratch_) scratch = allocate<float>(floats);
+    scratch_floats_ = floats;
+  }
+}
+
+int32_t Executable::plan_phase(Phase& phase, int num_tokens, int num_selected) {
+  const int num_rows = phase.is_selected ? num_selected : num_tokens;
+  if (num_rows == 0) return 0;
+  if (phase.is_attention) {
+    const AttentionShape& shape = attention_shapes_[phase.attention_shape];
+    return static_cast<int32_t>(shape.items.size()) * shape.num_kv_heads;
+  }
+  if (phase.products.empty()) {
+    phase.rows_per_chunk = std::clamp(ceil_div(num_rows, 4 * pool_.num_threads()), 1, 16);
+    return ceil_div(num_rows, phase.rows_per_chunk);
+  }
+  phase.first_chunk[0] = 0;
+  for (size_t i = 0; i < phase.products.size(); ++i) {
+    const PackedMatrix& w = matrices_[phase.products[i].matrix].packed;
+    phase.chunk_columns[i] = gemm_chunk_columns(w, num_rows, pool_.num_threads());
+    phase.first_chunk[i + 1] = phase.first_chunk[i] + ceil_div(w.n, phase.chunk_columns[i]);
+  }
+  return phase.first_chunk.back() * ceil_div(num_rows, kMaxProductRows);
+}
+
+Activations Executable::activations(int index) const {
+  const Buffer& b = buffers_[index];
+  return {b.data, b.ld, b.width, b.codes.get(), b.codes16.get(), b.scales.get(), b.sums.get()};
+}
+
+void Executable::run_product(const Phase& phase, int chunk, int num_rows) {
+  const int per_block = phase.first_chunk.back();
+  const int row0 = chunk / per_block * kMaxProductRows, row1 = std::min(num_rows, row0 + kMaxProductRows);
+  const int column_chunk = chunk % per_block;
+  size_t i = 0;
+  while (column_chunk >= phase.first_chunk[i + 1]) ++i;
+  const PackedMatrix& w = matrices_[phase.products[i].matrix].packed;
+  const int col0 = (column_chunk - phase.first_chunk[i]) * phase.chunk_columns[i];
+  const Buffer& out = buffers_[phase.products[i].out];
+  kernels_.gemm(w, activations(phase.x), row0, row1, col0, std::min(w.n, col0 + phase.chunk_columns[i]), out.data,
+                out.ld);
+}
+
+void Executable::run_attention(const Phase& phase, int chunk, int thread) {
+  const AttentionShape& shape = attention_shapes_[phase.attention_shape];
+  const AttentionItem& item = shape.items[chunk / shape.num_kv_heads];
+  const int head = chunk % shape.num_kv_heads;
+  const KvPool& pool = groups_[shape.group];
+  const Segment& segment = segments_[item.segment];
+  const BlockTableView& table = batch_->tables[shape.group];
+  const Buffer &q = buffers_[phase.attention.q], &out = buffers_[phase.attention.out];
+  const int64_t row = segment.row0 + item.row, column = int64_t{head} * shape.query_heads * shape.head_dim;
+  const AttentionTask task{.cache = pool.layer(phase.attention.layer) + head * pool.head_stride,
+                           .block_stride = pool.block_stride,
+                           .block_ids = table.block_ids.data() + table.offsets[segment.sequence],
+                           .block_size = block_size_,
+                           .head_dim = shape.head_dim,
+                           .group = shape.query_heads,
+                           .start = segment.start + item.row,
+                           .num_rows = item.num_rows,
+                           .split_begin = item.split_begin,
+                           .split_end = item.split_end,
+                           .scale = phase.attention.scale,
+                           .q = q.data + row * q.ld + column,
+                           .ld_q = q.ld,
+                           .out = out.data + row * out.ld + column,
+                           .ld_out = out.ld};
+  if (!item.is_shared) return kernels_.attention(task, nullptr, scratch_[thread].get());
+  const int64_t head_floats =
+      int64_t{item.num_splits} * shape.query_heads * kernels_.attention_state_floats(shape.head_dim);
+  float* partials = partials_.get() + item.partials + head * head_floats;
+  kernels_.attention(task, partials, scratch_[thread].get());
+  std::atomic<int32_t>& done = splits_done_[item.counter + head];
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < item.num_splits) return;
+  done.store(0, std::memory_order_relaxed);
+  AttentionTask merged = task;
+  merged.split_begin = 0;
+  merged.split_end = item.num_splits;
+  kernels_.attention_merge(merged, partials);
+}
+
+void Executable::embed(const Embedding& embedding, const Buffer& out, int row0, int row1) {
+  const size_t bytes = row_bytes(embedding.type, embedding.k);
+  for (int row = row0; row < row1; ++row)
+    dequantize_row(embedding.type, embedding.k, embedding.data + batch_->token_ids[token0_ + row] * bytes,
+                   out.data + row * out.ld);
+}
+
+void Executable::run_rows(const Phase& phase, int row0, int row1) {
+  for (const RowOp& op : phase.ops) {
+    switch (op.kind) {
+      case RowOpKind::Turns: {
+        const Turns& turns = turns_[op.table];
+        const int64_t pairs = static_cast<int64_t>(turns.frequencies.size());
+        for (int row = row0; row < row1; ++row) {
+          float* cosines = turns.rows.get() + row * 2 * pairs;
+          for (int64_t i = 0; i < pairs; ++i) {
+            const double angle = batch_->positions[token0_ + row] * turns.frequencies[i];
+            cosines[i] = static_cast<float>(std::cos(angle));
+            cosines[pairs + i] = static_cast<float>(std::sin(angle));
+          }
+        }
+        break;
+      }
+      case RowOpKind::Embed:
+        embed(embeddings_[op.table], buffers_[op.out], row0, row1);
+        break;
+      case RowOpKind::Norm:
+        kernels_.rms_norm(view(op.a), vectors_[op.table].data(), op.eps, view(op.out), row0, row1);
+        break;
+      case RowOpKind::Bias:
+        kernels_.add_bias(view(op.out), vectors_[op.table].data(), row0, row1);
+        break;
+      case RowOpKind::Quantize:
+        kernels_.quantize_rows(activations(op.out), row0, row1);
+        break;
+      case RowOpKind::Rope:
+        kernels_.rope(view(op.out), op.rope_shape, turns_[op.table].rows.get(), row0, row1);
+        break;
+      case RowOpKind::KvWrite: {
+        const KvPool& pool = groups_[op.table];
+        const BlockTableView& table = batch_->tables[op.table];
+        for (int row = row0; row < row1; ++row) {
+          const Segment& segment = segments_[segment_of_row_[row]];
+          const int position = segment.start + row - segment.row0;
+          const int64_t block = table.block_ids[table.offsets[segment.sequence] + position / block_size_];
+          const KvSlot slot{pool.layer(op.layer) + block * pool.block_stride,
+                            pool.head_stride,
+                            pool.num_kv_heads,
+                            pool.head_dim,
+                            block_size_,
+                            position % block_size_};
+          kernels_.kv_write(buffers_[op.a].data + row * buffers_[op.a].ld,
+                            buffers_[op.b].data + row * buffers_[op.b].ld, slot);
+        }
+        break;
+      }
+      case RowOpKind::SiluGate:
+        kernels_.silu_gate(view(op.a), view(op.b), view(op.out), row0, row1);
+        break;
+      case RowOpKind::Add:
+        kernels_.add_rows(view(op.a), view(op.b), view(op.out), row0, row1);
+        break;
+      case RowOpKind::SelectRows: {
+        const Buffer &from = buffers_[op.a], &to = buffers_[op.out];
+        for (int row = row0; row < row1; ++row)
+          std::memcpy(to.data + row * to.ld, from.data + (batch_->out_rows[out0_ + row] - token0_) * from.ld,
+                      from.width * sizeof(float));
+        break;
+      }
+    }
+  }
+}
+
+}  // namespace ropeway

@@ -1,0 +1,311 @@
+// Paged causal attention over the f16 cache. One arithmetic per (row, query head), whatever rows are computed beside
+// it: keys in tiles of kKeyTile aligned to absolute positions, an online softmax within a split of kKeySplit positions,
+// splits merged in order. Scores are a single chain of fused multiply-adds over head_dim; values one over the keys.
+#pragma once
+
+namespace ropeway {
+namespace {
+
+constexpr int kKeyTile = 64;
+constexpr int kTileVectors = kKeyTile / kLanes;
+constexpr int kMaxTogether = 6;    // (row, head) pairs whose accumulators fit the registers
+constexpr float kNoKeys = -1e30f;  // a maximum below every score
+constexpr int kStateExtra = 2 * kLanes;
+
+// The online softmax of one (row, head) pair: acc[padded head_dim], the sum of weights by lane [8], the maximum [1].
+int attention_state_floats(int head_dim) { return (head_dim + 7) / 8 * 8 + kStateExtra; }
+
+inline F32x8 load_wide(const float* p) { return load_f32(p); }
+inline F32x8 load_wide(const uint16_t* p) { return load_f16(p); }
+
+// Where a tile's keys and values are: k[i][d * ld_k ..] holds entry d of keys 8i..8i+7, v[i][j * ld_v ..] the values of
+// key 8i+j.
+template <class T>
+struct KeyTile {
+  const T* k[kTileVectors];
+  const T* v[kTileVectors];
+  int64_t ld_k, ld_v;
+};
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+template <int R, int C, class T>
+inline void score_vectors(const float* q, int head_dim, const T* const* k, int64_t ld_k, float* s) {
+  F32x8 acc[R][C];
+  ROPEWAY_UNROLL
+  for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
+  for (int c = 0; c < C; ++c) acc[r][c] = zero_f32();
+  for (int d = 0; d < head_dim; ++d) {
+    F32x8 key[C];
+    ROPEWAY_UNROLL
+    for (int c = 0; c < C; ++c) key[c] = load_wide(k[c] + d * ld_k);
+    ROPEWAY_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F32x8 x = broadcast_f32(q + r * head_dim + d);
+      ROPEWAY_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] = fma(x, key[c], acc[r][c]);
+    }
+  }
+  ROPEWAY_UNROLL
+  for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
+  for (int c = 0; c < C; ++c) store_f32(s + r * kKeyTile + c * kLanes, acc[r][c]);
+}
+
+template <int R, int C, class T>
+inline void mix_vectors(const float* p, const float* decay, int num_keys, const T* const* v, int64_t ld_v, int col,
+                        float* acc_out, int64_t ld_acc) {
+  F32x8 acc[R][C];
+  ROPEWAY_UNROLL
+  for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
+  for (int c = 0; c < C; ++c) acc[r][c] = mul(load_f32(acc_out + r * ld_acc + c * kLanes), broadcast_f32(decay + r));
+  for (int key0 = 0; key0 < num_keys; key0 += kLanes) {
+    const T* row = v[key0 / kLanes] + col;
+    const int n = num_keys - key0 < kLanes ? num_keys - key0 : kLanes;
+    for (int j = 0; j < n; ++j, row += ld_v) {
+      F32x8 value[C];
+      ROPEWAY_UNROLL
+      for (int c = 0; c < C; ++c) value[c] = load_wide(row + c * kLanes);
+      ROPEWAY_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const F32x8 x = broadcast_f32(p + r * kKeyTile + key0 + j);
+        ROPEWAY_UNROLL
+        for (int c = 0; c < C; ++c) acc[r][c] = fma(x, value[c], acc[r][c]);
+      }
+    }
+  }
+  ROPEWAY_UNROLL
+  for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
+  for (int c = 0; c < C; ++c) store_f32(acc_out + r * ld_acc + c * kLanes, acc[r][c]);
+}
+
+// s[64] holds the scores (in powers of two) of a tile's first num_keys keys, and receives their weights under the new
+// maximum. Returns what the sums so far must be multiplied by.
+inline float soften(float* s, int num_keys, float* lane_sums, float* maximum) {
+  const int num_vectors = (num_keys + kLanes - 1) / kLanes, rest = num_keys % kLanes;
+  if (rest) {
+    float* last = s + (num_vectors - 1) * kLanes;
+    store_f32(last, first_lanes(load_f32(last), rest, set_f32(kNoKeys)));
+  }
+  F32x8 top = load_f32(s);
+  for (int c = 1; c < num_vectors; ++c) top = max_f32(top, load_f32(s + c * kLanes));
+  const float tile_maximum = reduce_max_f32(top);
+  const float new_maximum = tile_maximum > *maximum ? tile_maximum : *maximum;
+  const F32x8 decay = exp2_f32(set_f32(*maximum - new_maximum)), shift = set_f32(new_maximum);
+  F32x8 sums = mul(load_f32(lane_sums), decay);
+  for (int c = 0; c < num_vectors; ++c) {
+    F32x8 weight = exp2_f32(sub(load_f32(s + c * kLanes), shift));
+    if (rest && c == num_vectors - 1) weight = first_lanes(weight, rest, zero_f32());
+    store_f32(s + c * kLanes, weight);
+    sums = add(sums, weight);
+  }
+  store_f32(lane_sums, sums);
+  *maximum = new_maximum;
+  return first_lane(decay);
+}
+
+// Takes a tile's first num_keys keys into the states of R pairs that all see them.
+template <int R, class T>
+void attend_tile(const float* q, int head_dim, const KeyTile<T>& tile, int num_keys, float* states, float* s) {
+  constexpr int C = kTileRows == 1 ? 1
+                    : R == 1       ? 8
+                    : R <= 3       ? 4
+                                   : 2;  // enough independent chains to fill two multiply-add pipes
+  const int num_vectors = (num_keys + kLanes - 1) / kLanes;
+  int c = 0;
+  for (; c + C <= num_vectors; c += C) score_vectors<R, C>(q, head_dim, tile.k + c, tile.ld_k, s + c * kLanes);
+  if constexpr (C > 4)
+    if (num_vectors - c >= 4) score_vectors<R, 4>(q, head_dim, tile.k + c, tile.ld_k, s + c * kLanes), c += 4;
+  if constexpr (C > 2)
+    if (num_vectors - c >= 2) score_vectors<R, 2>(q, head_dim, tile.k + c, tile.ld_k, s + c * kLanes), c += 2;
+  if (num_vectors > c) score_vectors<R, 1>(q, head_dim, tile.k + c, tile.ld_k, s + c * kLanes);
+
+  const int width = (head_dim + 7) / 8, stride = attention_state_floats(head_dim);
+  float decay[R];
+  for (int r = 0; r < R; ++r) {
+    float* state = states + r * stride;
+    decay[r] = soften(s + r * kKeyTile, num_keys, state + width * kLanes, state + width * kLanes + kLanes);
+  }
+  c = 0;
+  const auto mix = [&](auto count) {
+    mix_vectors<R, decltype(count)::value>(s, decay, num_keys, tile.v, tile.ld_v, c * kLanes, states + c * kLanes,
+                                           stride);
+    c += decltype(count)::value;
+  };
+  while (c + C <= width) mix(Count<C>{});
+  if constexpr (C > 4)
+    if (width - c >= 4) mix(Count<4>{});
+  if constexpr (C > 2)
+    if (width - c >= 2) mix(Count<2>{});
+  if (width > c) mix(Count<1>{});
+}
+
+// The same for any number of pairs.
+template <class T>
+void attend_pairs(const float* q, int num_pairs, int head_dim, const KeyTile<T>& tile, int num_keys, float* states,
+                  float* s) {
+  const int stride = attention_state_floats(head_dim);
+  for (int first = 0; first < num_pairs;
+       first += kMaxTogether, q += kMaxTogether * head_dim, states += kMaxTogether * stride) {
+    switch (num_pairs - first) {
+      case 1:
+        attend_tile<1>(q, head_dim, tile, num_keys, states, s);
+        break;
+      case 2:
+        attend_tile<2>(q, head_dim, tile, num_keys, states, s);
+        break;
+      case 3:
+        attend_tile<3>(q, head_dim, tile, num_keys, states, s);
+        break;
+      case 4:
+        attend_tile<4>(q, head_dim, tile, num_keys, states, s);
+        break;
+      case 5:
+        attend_tile<5>(q, head_dim, tile, num_keys, states, s);
+        break;
+      default:
+        attend_tile<6>(q, head_dim, tile, num_keys, states, s);
+        break;
+    }
+  }
+}
+
+// Rows from first_row on see some of the tile at position tile_start: those that see all of it go together, the others
+// (their own position lies in the tile) one by one, so that no row ever touches a later key.
+template <class T>
+void attend_rows(const AttentionTask& task, const float* q, int first_row, int tile_start, const KeyTile<T>& tile,
+                 float* states, float* s) {
+  const int stride = attention_state_floats(task.head_dim), group = task.group;
+  int row = first_row;
+  for (; row < task.num_rows && task.start + row < tile_start + kKeyTile - 1; ++row) {
+    attend_pairs(q + row * group * task.head_dim, group, task.head_dim, tile, task.start + row - tile_start + 1,
+                 states + row * group * stride, s);
+  }
+  if (row < task.num_rows) {
+    attend_pairs(q + row * group * task.head_dim, (task.num_rows - row) * group, task.head_dim, tile, kKeyTile,
+                 states + row * group * stride, s);
+  }
+}
+
+inline KeyTile<uint16_t> find_tile(const AttentionTask& task, int tile_start, int num_vectors) {
+  const int padded = (task.head_dim + 7) / 8 * 8;
+  KeyTile<uint16_t> tile{{}, {}, task.block_size, padded};
+  for (int c = 0; c < num_vectors; ++c) {
+    const int position = tile_start + c * kLanes, slot = position % task.block_size;
+    const uint16_t* block = task.cache + task.block_ids[position / task.block_size] * task.block_stride;
+    tile.k[c] = block + slot;
+    tile.v[c] = block + task.head_dim * task.block_size + slot * padded;
+  }
+  return tile;
+}
+
+// The tile as float32: keys [head_dim][64], then values [64][padded head_dim].
+inline KeyTile<float> widen_tile(const KeyTile<uint16_t>& from, int head_dim, int num_vectors, float* out) {
+  const int padded = (head_dim + 7) / 8 * 8;
+  KeyTile<float> tile{{}, {}, kKeyTile, padded};
+  float* values = out + head_dim * kKeyTile;
+  for (int c = 0; c < num_vectors; ++c) {
+    tile.k[c] = out + c * kLanes;
+    tile.v[c] = values + c * kLanes * padded;
+  }
+  for (int d = 0; d < head_dim; ++d)
+    for (int c = 0; c < num_vectors; ++c)
+      store_f32(out + d * kKeyTile + c * kLanes, load_f16(from.k[c] + d * from.ld_k));
+  for (int c = 0; c < num_vectors; ++c)
+    for (int i = 0; i < kLanes * padded; i += kLanes)
+      store_f32(values + c * kLanes * padded + i, load_f16(from.v[c] + i));
+  return tile;
+}
+
+inline void clear_states(float* states, int num_pairs, int head_dim) {
+  const int stride = attention_state_floats(head_dim);
+  for (int pair = 0; pair < num_pairs; ++pair, states += stride) {
+    for (int i = 0; i < stride; i += kLanes) store_f32(states + i, zero_f32());
+    states[stride - kLanes] = kNoKeys;
+  }
+}
+
+// states: of every pair, over the keys of one split. wide: room for a widened tile; s: [6][64].
+void attend_split(const AttentionTask& task, int split, const float* q, float* states, float* wide, float* s) {
+  clear_states(states, task.num_rows * task.group, task.head_dim);
+  const int last_position = task.start + task.num_rows - 1;
+  const int end = (split + 1) * kKeySplit < last_position + 1 ? (split + 1) * kKeySplit : last_position + 1;
+  for (int tile_start = split * kKeySplit; tile_start < end; tile_start += kKeyTile) {
+    const int num_keys = end - tile_start < kKeyTile ? end - tile_start : kKeyTile;
+    const int num_vectors = (num_keys + kLanes - 1) / kLanes;
+    const int first_row = tile_start > task.start ? tile_start - task.start : 0;
+    const KeyTile<uint16_t> tile = find_tile(task, tile_start, num_vectors);
+    if ((task.num_rows - first_row) * task.group > kMaxTogether) {
+      attend_rows(task, q, first_row, tile_start, widen_tile(tile, task.head_dim, num_vectors, wide), states, s);
+    } else {
+      attend_rows(task, q, first_row, tile_start, tile, states, s);
+    }
+  }
+}
+
+// total = the softmax state over both key sets, total's first.
+void merge_state(float* total, const float* next, int head_dim) {
+  const int stride = attention_state_floats(head_dim), at = stride - kLanes;
+  const float maximum = next[at] > total[at] ? next[at] : total[at];
+  const F32x8 a = exp2_f32(set_f32(total[at] - maximum)), b = exp2_f32(set_f32(next[at] - maximum));
+  for (int i = 0; i < at; i += kLanes) store_f32(total + i, fma(load_f32(next + i), b, mul(load_f32(total + i), a)));
+  total[at] = maximum;
+}
+
+void write_pair(const float* state, int head_dim, float* out) {
+  const int padded = (head_dim + 7) / 8 * 8;
+  const F32x8 inverse = set_f32(1.0f / reduce_add_f32(load_f32(state + padded)));
+  for_vectors(head_dim, out, [&](auto load) { return mul(load(state), inverse); });
+}
+
+int64_t attention_scratch_floats(int num_rows, int group, int head_dim) {
+  const int64_t num_pairs = int64_t{num_rows} * group, padded = (head_dim + 7) / 8 * 8;
+  return kMaxTogether * kKeyTile + kKeyTile * (head_dim + padded) +
+         num_pairs * (head_dim + 8 + 2 * attention_state_floats(head_dim));
+}
+
+void attention(const AttentionTask& task, float* partials, float* scratch) {
+  const int num_pairs = task.num_rows * task.group, stride = attention_state_floats(task.head_dim),
+            head_dim = task.head_dim;
+  float* s = scratch;
+  float* wide = s + kMaxTogether * kKeyTile;
+  float* total = wide + kKeyTile * (head_dim + (head_dim + 7) / 8 * 8);
+  float* next = total + num_pairs * stride;
+  float* q = next + num_pairs * stride;
+  const F32x8 scale = set_f32(task.scale * kLog2E);
+  for (int row = 0; row < task.num_rows; ++row) {
+    const float* from = task.q + row * task.ld_q;
+    for_vectors(task.group * head_dim, q + row * task.group * head_dim,
+                [&](auto load) { return mul(load(from), scale); });
+  }
+  if (partials) {
+    for (int split = task.split_begin; split < task.split_end; ++split)
+      attend_split(task, split, q, partials + int64_t{split} * num_pairs * stride, wide, s);
+    return;
+  }
+  attend_split(task, 0, q, total, wide, s);
+  for (int split = 1; split < task.split_end; ++split) {
+    attend_split(task, split, q, next, wide, s);
+    const int first_row = split * kKeySplit > task.start ? split * kKeySplit - task.start : 0;
+    for (int pair = first_row * task.group; pair < num_pairs; ++pair)
+      merge_state(total + pair * stride, next + pair * stride, head_dim);
+  }
+  for (int pair = 0; pair < num_pairs; ++pair)
+    write_pair(total + pair * stride, head_dim,
+               task.out + pair / task.group * task.ld_out + pair % task.group * head_dim);
+}
+
+void attention_merge(const AttentionTask& task, float* partials) {
+  const int num_pairs = task.num_rows * task.group, stride = attention_state_floats(task.head_dim);
+  for (int pair = 0; pair < num_pairs; ++pair) {
+    float* total = partials + pair * stride;
+    for (int split = 1; split < task.split_end; ++split)
+      merge_state(total, partials + (int64_t{split} * num_pairs + pair) * stride, task.head_dim);
+    write_pair(total, task.head_dim, task.out + pair / task.group * task.ld_out + pair % task.group * task.head_dim);
+  }
+}
+
+}  // namespace
+}  // namespace ropeway

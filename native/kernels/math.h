@@ -1,0 +1,46 @@
+// Functions of vectors that several kernels share. Written over vec/*.h.
+#pragma once
+
+namespace ropeway {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// 2^x within 2e-7 relative; 0 < x < 2^-126 results are 2^-126, x above 127 gives 2^127; NaN stays NaN; 2^0 is
+// exactly 1. Range reduction to [-1/2, 1/2], then a polynomial fitted for least relative error with p(0) = 1.
+inline F32x8 exp2_f32(F32x8 x) {
+  const F32x8 low = set_f32(-126.0f), high = set_f32(127.0f);
+  const Bits256 whole = f32_to_i32(min_f32(max_f32(x, low), high));  // a NaN becomes -126 here only
+  x = min_f32(high, max_f32(low, x));                                // and stays NaN here
+  const F32x8 f = sub(x, i32_to_f32(whole));
+  F32x8 p = set_f32(0.0013264727f);
+  p = fma(p, f, set_f32(0.009671513f));
+  p = fma(p, f, set_f32(0.055507336f));
+  p = fma(p, f, set_f32(0.24022242f));
+  p = fma(p, f, set_f32(0.693147f));
+  p = fma(p, f, set_f32(1.0f));
+  return mul(p, power_of_two(whole));
+}
+
+// The first n (1..8) floats at p, zeros after.
+inline F32x8 load_first(const float* p, int n) {
+  float lanes[8] = {};
+  memcpy(lanes, p, n * sizeof(float));
+  return load_f32(lanes);
+}
+inline void store_first(float* p, F32x8 v, int n) {
+  float lanes[8];
+  store_f32(lanes, v);
+  memcpy(p, lanes, n * sizeof(float));
+}
+
+// out[i] = f(i) for vectors of 8 from i = 0, the last one partial; load and store do the right width.
+template <class Compute>
+inline void for_vectors(int n, float* out, Compute&& compute) {
+  int i = 0;
+  for (; i + 8 <= n; i += 8) store_f32(out + i, compute([i](const float* p) { return load_f32(p + i); }));
+  if (i < n) store_first(out + i, compute([i, n](const float* p) { return load_first(p + i, n - i); }), n - i);
+}
+
+}  // namespace
+}  // namespace ropeway
