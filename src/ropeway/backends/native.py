@@ -1,0 +1,270 @@
+"""The native backend: a Program lowered to phases and run by `_native`. Owns the weights' packed form and the KV pool.
+
+Knows no scheduling, no text, no architecture: it reads the Program's ops.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from ropeway import _native
+from ropeway.backends.batch import Float32Array, ForwardBatch, SampleBatch, Samples
+from ropeway.backends.lowering import (
+    LOGITS,
+    AttentionPhase,
+    Bias,
+    Phase,
+    ProductPhase,
+    Quantize,
+    RopeTable,
+    RowOp,
+    RowsPhase,
+    Turns,
+    lower,
+    rope_table,
+)
+from ropeway.backends.reference_sampler import sample_reference
+from ropeway.errors import ConfigError, OutOfMemoryError, UnsupportedIsaError
+from ropeway.model.program import Add, CacheGroup, Embed, GatedAct, KvWrite, Norm, Program, Rope, SelectRows, Weight
+from ropeway.model.weights import Tensor, TensorType, dequantize
+
+KV_VALUE_BYTES = 2  # float16
+_QUANTISED_TYPES = frozenset({TensorType.Q8_0, TensorType.Q4_0, TensorType.Q4_1})
+
+
+class NativeBackend:
+    """A Program made executable by the native kernels, over a paged KV cache in float16.
+
+    num_threads: threads that compute, the caller's among them; None is one per processor this process may use.
+    isa: instruction set by name; None is ROPEWAY_ISA or else the best this machine has.
+
+    Raises ConfigError (pool or threads of no use), OutOfMemoryError (the KV pool does not fit this machine) and
+    UnsupportedIsaError. `forward` raises ValueError for a batch that does not fit the model or the pool.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, Tensor],
+        *,
+        num_kv_blocks: int,
+        block_size: int = 16,
+        num_threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
+        if num_kv_blocks < 1 or block_size < 1 or block_size % 8:
+            raise ConfigError(
+                f"the KV pool needs blocks of a multiple of 8 tokens, not {num_kv_blocks} of {block_size} tokens; "
+                "ask for at least one block, of size 16"
+            )
+        if num_threads is not None and num_threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, not {num_threads}; leave it out to use every processor")
+        _check_isa(isa)
+        check_kv_pool(program.cache_groups, num_kv_blocks, block_size)
+        self._program = program
+        self._num_kv_blocks = num_kv_blocks
+        self._block_size = block_size
+        self._pool = _native.ThreadPool(num_threads or _native.available_cpus())
+        self._executable = _native.Executable(
+            self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks
+        )
+        _Builder(self._executable, program, tensors).build()
+        _release_file_pages(tensors.values())
+
+    @property
+    def vocab_size(self) -> int:
+        return self._program.vocab_size
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self._num_kv_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def num_threads(self) -> int:
+        return self._pool.num_threads
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the weights as the kernels read them."""
+        return self._executable.packed_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV pool once every block was used."""
+        return self._executable.kv_bytes
+
+    def forward(self, batch: ForwardBatch) -> Float32Array:
+        """logits[R, vocab] of the rows that `batch` asks for; the KV cache gains the batch's tokens."""
+        return self._executable.forward(batch)
+
+    def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
+        """One token per row of logits[R, vocab], which are changed in place."""
+        return sample_reference(logits, batch)  # until the native sampler is in
+
+    def set_profiling(self, is_on: bool) -> None:
+        """Turns the timing of phases on or off, and clears what was measured."""
+        self._executable.set_profiling(is_on)
+
+    def profile(self) -> dict[str, tuple[int, float]]:
+        """Label of a kind of phase -> (times it ran, seconds altogether), since profiling was turned on."""
+        return self._executable.profile()
+
+
+def check_kv_pool(groups: Iterable[CacheGroup], num_kv_blocks: int, block_size: int) -> None:
+    """Raises OutOfMemoryError for a KV pool larger than this machine's memory."""
+    values_per_token = sum(2 * len(group.layers) * group.num_kv_heads * _padded(group.head_dim) for group in groups)
+    num_bytes = values_per_token * KV_VALUE_BYTES * block_size * num_kv_blocks
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > memory_bytes:
+        raise OutOfMemoryError(
+            f"a KV pool of {num_kv_blocks} blocks takes {num_bytes / 2**30:.1f} GiB, but this machine has "
+            f"{memory_bytes / 2**30:.1f} GiB; ask for at most {num_kv_blocks * memory_bytes // num_bytes} blocks, "
+            "less what else runs here"
+        )
+
+
+def _padded(head_dim: int) -> int:
+    return -(-head_dim // 8) * 8
+
+
+def _check_isa(isa: str | None) -> None:
+    name = isa if isa is not None else os.environ.get("ROPEWAY_ISA") or None
+    supported = _native.supported_isas()
+    if name is not None and name not in supported:
+        source = "instruction set" if isa is not None else "ROPEWAY_ISA: instruction set"
+        raise UnsupportedIsaError(
+            f"{source} {name!r} is unknown or not had by this processor; use one of: {', '.join(supported)}"
+        )
+
+
+class _Builder:
+    """Hands the parts and phases of a Program to an executable, each part once."""
+
+    def __init__(self, executable: _native.Executable, program: Program, tensors: Mapping[str, Tensor]) -> None:
+        self._executable = executable
+        self._program = program
+        self._tensors = tensors
+        self._buffers: dict[str, int] = {}
+        self._matrices: dict[str, int] = {}
+        self._vectors: dict[str, int] = {}
+        self._embeddings: dict[str, int] = {}
+        self._turns: dict[RopeTable, int] = {}
+
+    def build(self) -> None:
+        for name, width in {**self._program.buffers, LOGITS: self._program.vocab_size}.items():
+            self._buffers[name] = self._executable.add_buffer(width)
+        for group in self._program.cache_groups:
+            self._executable.add_cache_group(len(group.layers), group.num_kv_heads, group.head_dim)
+        quantised = {name for name, tensor in self._tensors.items() if tensor.type in _QUANTISED_TYPES}
+        for phase in lower(self._program, quantised):
+            self._add_phase(phase)
+        self._executable.set_logits(self._buffers[LOGITS])
+
+    def _add_phase(self, phase: Phase) -> None:
+        match phase:
+            case RowsPhase():
+                ops = [self._row_op(op) for op in phase.ops]
+                self._executable.add_rows_phase(phase.label, phase.is_selected, ops)
+            case ProductPhase():
+                products = [(self._matrix(weight), self._buffers[out]) for weight, out in phase.products]
+                self._executable.add_product_phase(phase.label, phase.is_selected, self._buffers[phase.x], products)
+            case AttentionPhase(label, op):
+                self._executable.add_attention_phase(
+                    label,
+                    out=self._buffers[op.out],
+                    q=self._buffers[op.q],
+                    group=op.group,
+                    layer=self._layer(op.group, op.layer),
+                    num_heads=op.num_heads,
+                    scale=op.scale,
+                )
+
+    def _row_op(self, op: RowOp) -> _native.RowOp:
+        buffers, make = self._buffers, _native.RowOp
+        match op:
+            case Turns(table):
+                return make.turns(self._turns_of(table))
+            case Embed(out, weight):
+                return make.embed(buffers[out], self._embedding(weight))
+            case Norm(out, x, weight, eps):
+                return make.norm(buffers[out], buffers[x], self._vector(weight), eps)
+            case Bias(x, weight):
+                return make.bias(buffers[x], self._vector(weight))
+            case Quantize(x):
+                return make.quantize(buffers[x])
+            case Rope():
+                turns, is_interleaved = self._turns_of(rope_table(op)), op.pairing == "interleaved"
+                return make.rope(buffers[op.x], turns, op.head_dim, op.rotary_dim, is_interleaved)
+            case KvWrite(k, v, layer, group):
+                return make.kv_write(buffers[k], buffers[v], self._layer(group, layer), group)
+            case GatedAct(out, gate, up, "silu"):
+                return make.silu_gate(buffers[out], buffers[gate], buffers[up])
+            case Add(out, a, b):
+                return make.add(buffers[out], buffers[a], buffers[b])
+            case SelectRows(out, x):
+                return make.select_rows(buffers[out], buffers[x])
+            case _:
+                raise AssertionError(f"{op} is not an op on rows")
+
+    def _layer(self, group: int, layer: int) -> int:
+        return self._program.cache_groups[group].layers.index(layer)
+
+    def _matrix(self, weight: Weight) -> int:
+        if weight.name not in self._matrices:
+            self._matrices[weight.name] = self._executable.add_matrix(*self._stored(weight))
+        return self._matrices[weight.name]
+
+    def _embedding(self, weight: Weight) -> int:
+        if weight.name not in self._embeddings:
+            self._embeddings[weight.name] = self._executable.add_embedding(*self._stored(weight))
+        return self._embeddings[weight.name]
+
+    def _stored(self, weight: Weight) -> tuple[str, int, int, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+        tensor = self._tensors[weight.name]
+        n, k = tensor.shape
+        return tensor.type.value, n, k, tensor.data
+
+    def _vector(self, weight: Weight) -> int:
+        if weight.name not in self._vectors:
+            values = np.ascontiguousarray(dequantize(self._tensors[weight.name]))
+            self._vectors[weight.name] = self._executable.add_vector(values)
+        return self._vectors[weight.name]
+
+    def _turns_of(self, table: RopeTable) -> int:
+        if table not in self._turns:
+            frequencies = table.base ** (-np.arange(0, table.rotary_dim, 2) / table.rotary_dim) / table.position_divisor
+            if table.freq_factors is not None:
+                frequencies = frequencies / dequantize(self._tensors[table.freq_factors.name])
+            self._turns[table] = self._executable.add_turns(np.ascontiguousarray(frequencies, np.float64))
+        return self._turns[table]
+
+
+def _release_file_pages(tensors: Iterable[Tensor]) -> None:
+    """Drops the mapped pages of the tensors' files from this process; what is read again comes from the page cache."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    maps = {id(found): found for tensor in tensors if (found := _file_map(tensor)) is not None}
+    for found in maps.values():
+        found.madvise(mmap.MADV_DONTNEED)
+
+
+def _file_map(tensor: Tensor) -> mmap.mmap | None:
+    base: object = tensor.data
+    while True:
+        match base:
+            case np.ndarray():
+                base = base.base
+            case memoryview():
+                base = base.obj
+            case mmap.mmap():
+                return base
+            case _:
+                return None
