@@ -11,10 +11,13 @@ from pathlib import Path
 
 DRIVERS = Path(__file__).parent.parent / "peer_drivers"
 
-REQUIREMENTS = {
+REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "llama": ("xllamacpp==2026.10.11549", "gguf==0.19.0"),
     "openvino": ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0", "gguf==0.19.0"),
 }
+
+# Pulled in by optimum-intel and not needed; a build for another torch breaks the import of transformers.
+UNWANTED: dict[str, tuple[str, ...]] = {"llama": (), "openvino": ("torchvision",)}
 
 
 class Environments:
@@ -33,6 +36,8 @@ class Environments:
             print(f"setting up {name}: {' '.join(REQUIREMENTS[name])}", file=sys.stderr)
             subprocess.run([sys.executable, "-m", "venv", folder], check=True)
             subprocess.run([interpreter, "-m", "pip", "install", "--quiet", *REQUIREMENTS[name]], check=True)
+            if UNWANTED[name]:
+                subprocess.run([interpreter, "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name]], check=True)
             mark.write_text(wanted)  # written last: an interrupted set-up starts again
         return interpreter
 

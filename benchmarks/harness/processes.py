@@ -35,6 +35,8 @@ def running_server(command: Sequence[str | Path], port: int, log_path: Path, tim
             yield process.pid
         finally:
             process.terminate()
+            if process.stdin is not None:
+                process.stdin.close()
             try:
                 process.wait(timeout=40)
             except subprocess.TimeoutExpired:
@@ -48,15 +50,21 @@ def _await_health(process: subprocess.Popen[bytes], port: int, log_path: Path, t
         if process.poll() is not None:
             tail = log_path.read_text(errors="replace")[-1500:]
             raise ContestantError(f"the server ended with status {process.returncode} before it was ready:\n{tail}")
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        except (OSError, http.client.HTTPException):
-            pass  # not yet listening
+        if _is_healthy(port):
+            return
         time.sleep(0.05)
     raise ContestantError(f"the server was not ready within {timeout_s:g} s; see {log_path}")
+
+
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False  # not yet listening
+    finally:
+        connection.close()
 
 
 def cpu_s_of(process_id: int) -> float:
