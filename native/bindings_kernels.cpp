@@ -6,12 +6,17 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "isa.h"
 #include "packing.h"
+#include "roofline.h"
+#include "thread_pool.h"
 
 namespace nb = nanobind;
 
@@ -114,6 +119,41 @@ nb::object unpack(const OwnedMatrix& m) {
   return to_array(std::move(values), m.w.n, m.w.k);
 }
 
+// Seconds of one product of x[M, k] with m on the pool of num_threads, the quantisation apart: the mean over
+// num_products in a row, each with the next of `copies` copies of the weights, so that they come from memory if
+// together they outgrow the caches.
+double time_gemm(const std::string& isa, const OwnedMatrix& m, const Floats& x, int num_threads, int copies,
+                 int num_products) {
+  if (int(x.shape(1)) != m.w.k || num_threads < 1 || copies < 1 || num_products < 1) {
+    throw std::invalid_argument("time_gemm: shapes or counts do not fit");
+  }
+  const Kernels& kernels = select_kernels(isa);
+  const int num_rows = int(x.shape(0));
+  QuantisedRows q(x);
+  if (m.w.form == Form::U4 || m.w.form == Form::S8) kernels.quantize_rows(q.a, 0, num_rows);
+  std::vector<float> out(size_t(num_rows) * m.w.n);
+  const size_t stride = (packed_bytes(m.w) + 4095) / 4096 * 4096;
+  std::unique_ptr<uint8_t[]> storage(new uint8_t[stride * copies + 64]);
+  uint8_t* data = storage.get() + (-reinterpret_cast<uintptr_t>(storage.get()) & 63);
+  for (int i = 0; i < copies; i++) std::copy_n(m.w.data, packed_bytes(m.w), data + i * stride);
+  ThreadPool pool(num_threads);
+  const int chunk = gemm_chunk_columns(m.w, num_rows, num_threads);
+  std::vector<int32_t> num_chunks(num_products, (m.w.n + chunk - 1) / chunk);
+  nb::gil_scoped_release released;
+  const auto start = std::chrono::steady_clock::now();
+  pool.run(num_chunks.data(), num_products, [&](int phase, int index, int) {
+    PackedMatrix w = m.w;
+    w.data = data + phase % copies * stride;
+    const int col0 = index * chunk, col1 = std::min(w.n, col0 + chunk);
+    kernels.gemm(w, q.a, 0, num_rows, col0, col1, out.data(), w.n);
+  });
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / num_products;
+}
+
+void check_peaks_run_here() {
+  if (supported_isas().front() != "avx2") throw std::runtime_error("port peaks need AVX2 and FMA");
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -133,6 +173,31 @@ void bind_kernels(nb::module_& m) {
         "codes, codes16 [M, k], scales, sums [M, k / 32] of float32 x [M, k].");
   m.def("gemm", &gemm_range, nb::arg("isa"), nb::arg("w"), nb::arg("x"), nb::arg("out"), nb::arg("rows"),
         nb::arg("columns"), "out[rows, columns] = x[rows] @ w[columns]^T; the rest of out is left alone.");
+  m.def("time_gemm", &time_gemm, nb::arg("isa"), nb::arg("w"), nb::arg("x"), nb::arg("num_threads"), nb::arg("copies"),
+        nb::arg("num_products"), "Mean seconds of one product; see benchmarks/kernels.py.");
+  m.def(
+      "peak_int8_per_s",
+      [](int num_threads, double seconds) {
+        check_peaks_run_here();
+        ThreadPool pool(num_threads);
+        return peak_int8_per_s(pool, seconds);
+      },
+      nb::arg("num_threads"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "peak_f32_per_s",
+      [](int num_threads, double seconds) {
+        check_peaks_run_here();
+        ThreadPool pool(num_threads);
+        return peak_f32_per_s(pool, seconds);
+      },
+      nb::arg("num_threads"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "read_bytes_per_s",
+      [](int num_threads, size_t num_bytes, double seconds) {
+        ThreadPool pool(num_threads);
+        return read_bytes_per_s(pool, num_bytes, seconds);
+      },
+      nb::arg("num_threads"), nb::arg("num_bytes"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace ropeway

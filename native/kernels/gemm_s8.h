@@ -63,8 +63,14 @@ struct GemmS8 {
         for (int i = 0; i < Rows; i++) {
           const Bits256 x = broadcast_32(codes + size_t(i) * a.k + 2 * p);
           const Bits256 p0 = dot_i16(w0, x), p1 = dot_i16(w1, x);
-          s[i][0] = p ? add_i32(s[i][0], p0) : p0;
-          s[i][1] = p ? add_i32(s[i][1], p1) : p1;
+          if (p)
+            accumulate_i32(s[i][0], p0);
+          else
+            s[i][0] = p0;
+          if (p)
+            accumulate_i32(s[i][1], p1);
+          else
+            s[i][1] = p1;
         }
       }
       ROPEWAY_UNROLL

@@ -37,15 +37,29 @@ inline void multiply_rest(const uint8_t* weights, StepRange steps, const Activat
   if constexpr (Rows > 1) multiply_rest<Kernel, Source, Rows - 1>(weights, steps, a, row, num_rows, acc);
 }
 
-// Kernel::multiply with the number of rows known to the compiler, over the row tiles of [row, row + num_rows).
+// Kernel::multiply with the number of rows known to the compiler, over the row tiles of [row, row + num_rows). The
+// last two tiles share their rows evenly: a tile of one or two rows would leave the ports waiting for its few sums.
 template <class Kernel, class Source>
 inline void multiply_rows(const uint8_t* weights, StepRange steps, const Activations& a, int row, int num_rows,
                           float* acc) {
-  for (; num_rows >= kTileRows; num_rows -= kTileRows, row += kTileRows, acc += kTileRows * kTileColumns) {
+  for (; num_rows >= 2 * kTileRows || num_rows == kTileRows;
+       num_rows -= kTileRows, row += kTileRows, acc += kTileRows * kTileColumns) {
     Kernel::template multiply<Source, kTileRows>(weights, steps, a, row, acc);
   }
-  if constexpr (kTileRows > 1) multiply_rest<Kernel, Source, kTileRows - 1>(weights, steps, a, row, num_rows, acc);
+  if constexpr (kTileRows > 1) {
+    if (num_rows > kTileRows) {
+      const int first = (num_rows + 1) / 2;
+      multiply_rest<Kernel, Source, kTileRows>(weights, steps, a, row, first, acc);
+      row += first, num_rows -= first, acc += first * kTileColumns;
+    }
+    multiply_rest<Kernel, Source, kTileRows - 1>(weights, steps, a, row, num_rows, acc);
+  }
 }
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
 
 // A Kernel has: Packed and Panel, the two sources of weights (kStepBytes each); kPanelSteps; kDirectRows, the most rows
 // that read Packed; unpack(packed, count, panel); multiply<Source, Rows>(weights, steps, a, row, acc).
@@ -55,7 +69,8 @@ void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1,
   using Packed = typename Kernel::Packed;
   using Panel = typename Kernel::Panel;
   alignas(64) float acc[kBlockRows * kTileColumns];
-  alignas(64) uint8_t panel[Kernel::kPanelSteps * Panel::kStepBytes];
+  constexpr bool kIsUnpacked = !is_same<Packed, Panel>;
+  alignas(64) uint8_t panel[kIsUnpacked ? Kernel::kPanelSteps * Panel::kStepBytes : 1];
   const int num_steps = w.k / Kernel::kStepInputs;
   for (int col = col0; col < col1; col += kTileColumns) {
     const uint8_t* tile = w.data + size_t(col / kTileColumns) * num_steps * Packed::kStepBytes;
@@ -68,8 +83,12 @@ void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1,
       } else {
         for (int step = 0; step < num_steps; step += Kernel::kPanelSteps) {
           const int count = num_steps - step < Kernel::kPanelSteps ? num_steps - step : Kernel::kPanelSteps;
-          Kernel::unpack(tile + size_t(step) * Packed::kStepBytes, count, panel);
-          multiply_rows<Kernel, Panel>(panel, {step, count}, a, row, num_rows, acc);
+          const uint8_t* weights = tile + size_t(step) * Packed::kStepBytes;
+          if constexpr (kIsUnpacked) {
+            Kernel::unpack(weights, count, panel);
+            weights = panel;
+          }
+          multiply_rows<Kernel, Panel>(weights, {step, count}, a, row, num_rows, acc);
         }
       }
       store_tile(acc, num_rows, columns, out + row * ld_out + col, ld_out);

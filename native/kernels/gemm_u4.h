@@ -79,8 +79,14 @@ struct GemmU4 {
         for (int i = 0; i < Rows; i++) {
           const Bits256 x = broadcast_32(codes + size_t(i) * a.k + 4 * j);
           const Bits256 p0 = dot_u8_i8(w0, x), p1 = dot_u8_i8(w1, x);
-          s[i][0] = j ? add_i16(s[i][0], p0) : p0;
-          s[i][1] = j ? add_i16(s[i][1], p1) : p1;
+          if (j)
+            accumulate_i16(s[i][0], p0);
+          else
+            s[i][0] = p0;
+          if (j)
+            accumulate_i16(s[i][1], p1);
+          else
+            s[i][1] = p1;
         }
       }
       ROPEWAY_UNROLL

@@ -144,6 +144,8 @@ inline Bits256 add_i32(Bits256 a, Bits256 b) {
   for (int i = 0; i < 8; i++) x.lane[i] += y.lane[i];
   return as_bits(x);
 }
+inline void accumulate_i16(Bits256& s, Bits256 p) { s = add_i16(s, p); }
+inline void accumulate_i32(Bits256& s, Bits256 p) { s = add_i32(s, p); }
 inline Bits256 pair_sums_i16(Bits256 v) {
   Int16Lanes x = as_i16(v);
   Int32Lanes r;
