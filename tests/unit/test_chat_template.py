@@ -71,9 +71,9 @@ def test_date_comes_from_the_clock() -> None:
     assert template.render(HELLO) == "06 May 2031"
 
 
-def test_parts_of_text_are_joined() -> None:
+def test_parts_of_text_are_lines() -> None:
     content = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == "Hello"
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == "Hel\nlo"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt for `messages`, each with a role and a content: a string, or OpenAI's list of parts, of which
-        only text is accepted.
+        only text is accepted, one part a line.
 
         add_generation_prompt: end with the beginning of the assistant's answer.
 
@@ -161,4 +161,4 @@ def _plain_content(content: object, where: str) -> str:
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"{where}.content[{index}].text must be a string", param="messages")
         texts.append(part["text"])
-    return "".join(texts)
+    return "\n".join(texts)  # as vLLM and llama.cpp join them

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import TypeVar
+from itertools import repeat
+from typing import NoReturn, TypeVar
 
 from tokenizers import Tokenizer as MergeTokenizer
 from tokenizers import models
@@ -83,12 +84,12 @@ class Tokenizer:
         self.eos_token_id = vocabulary.eos_token_id
         self.eos_token_ids = vocabulary.end_token_ids
         self.adds_bos = vocabulary.adds_bos
+        normal = int(TokenKind.NORMAL)  # a plain number compares faster, and most tokens are normal
+        marked = [(index, TokenKind(kind)) for index, kind in enumerate(self._kinds) if kind not in (normal, 0)]
         self.special_token_ids = frozenset(
-            index for index, kind in enumerate(self._kinds) if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
+            index for index, kind in marked if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
         )
-        user_defined = {
-            self._tokens[index]: index for index, kind in enumerate(self._kinds) if kind == TokenKind.USER_DEFINED
-        }
+        user_defined = {self._tokens[index]: index for index, kind in marked if kind == TokenKind.USER_DEFINED}
         special = {self._tokens[index]: index for index in self.special_token_ids}
         self._always_whole = _Splitter(user_defined)
         self._special_whole = _Splitter(user_defined | special)
@@ -239,7 +240,8 @@ def _merge_tokenizer(tokens: Sequence[str], spec: PreTokenizerSpec, merges: list
     """The merging half. A byte that no token holds becomes the id after the last one, so that its neighbours do
     not merge.
     """
-    id_of = {text: token_id for token_id, text in enumerate(tokens) if text}
+    id_of = dict(zip(tokens, range(len(tokens)), strict=True))
+    id_of.pop("", None)
     missing = "\0missing"
     while missing in id_of:
         missing = f"\0{missing}"
@@ -277,13 +279,22 @@ def _pre_tokenizer_spec(metadata: Mapping[str, object]) -> PreTokenizerSpec:
 def _merges(metadata: Mapping[str, object]) -> list[tuple[str, str]]:
     """The merge rules in order of rank.."""
     merges = _strings(metadata, "merges", may_be_empty=True)
+    if not merges:
+        return []
+    joined = "\n".join(merges)
+    halves = joined.replace(" ", "\n").split("\n")
+    # Checked all at once, because one at a time takes longer than the rest of the loading in Python.
+    one_space_each = set(map(str.count, merges, repeat(" "))) <= {1}
+    if not one_space_each or len(halves) != 2 * len(merges) or "" in halves:
+        _refuse_merge(merges)
+    return list(zip(halves[::2], halves[1::2], strict=True))
+
+
+def _refuse_merge(merges: Sequence[str]) -> NoReturn:
     for rank, merge in enumerate(merges):
         if merge.count(" ") != 1 or "\n" in merge or merge[0] == " " or merge[-1] == " ":
             raise ModelFileError(f"tokenizer.ggml.merges[{rank}] is {merge!r}, not two tokens separated by one space")
-    if not merges:
-        return []
-    halves = "\n".join(merges).replace(" ", "\n").split("\n")
-    return list(zip(halves[::2], halves[1::2], strict=True))
+    raise AssertionError("no merge is malformed")
 
 
 def _kinds(metadata: Mapping[str, object], num_tokens: int) -> list[int]:
