@@ -245,6 +245,18 @@ def test_abort_ends_all_that_is_unfinished_of_a_request_once() -> None:
     assert scheduler.stats().num_finished == {"stop": 1, "length": 0, "abort": 2, "error": 0}
 
 
+def test_a_recompute_is_chunked_and_samples_at_its_end() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=2, budget=4)
+    scheduler.add(make_request("a", 2, 6))
+    scheduler.add(make_request("b", 2, 6))
+    plans = []
+    while scheduler.has_work:
+        plans.append(run_step(scheduler)[0])
+    recompute = [row for plan in plans[4:] for row in rows(plan) if row[0] == 1]
+    # 2 prompt tokens and 3 generated ones
+    assert recompute == [(1, 0, 4, False), (1, 4, 1, True), (1, 5, 1, True), (1, 6, 1, True)]
+
+
 def test_abort_of_a_preempted_sequence() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=2)
     scheduler.add(make_request("a", 4, 6))
@@ -295,17 +307,17 @@ def test_a_failed_row_ends_alone() -> None:
 
 def test_a_failed_step_ends_its_sequences_and_repeats_its_announcements() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=2)
-    scheduler.add(make_request("done", 1, 1))
-    run_step(scheduler)
     scheduler.add(make_request("a", 4, 6))
     scheduler.add(make_request("b", 6, 4))
     run_step(scheduler)
+    scheduler.add(make_request("done", 1, 1))
+    scheduler.abort("done")
     plan = scheduler.plan()
-    assert plan is not None and (plan.sequence_ids, plan.preempted_ids) == ((1,), (2,))
+    assert plan is not None and (plan.sequence_ids, plan.preempted_ids, plan.finished_ids) == ((0,), (1,), (2,))
     assert scheduler.fail(plan) == [SequenceEvent("a", 0, (), "error")]
     again, _ = run_step(scheduler)
-    assert again.sequence_ids == (2,) and again.preempted_ids == (2,) and again.finished_ids == (1,)
-    assert (scheduler.stats().num_failed_steps, scheduler.stats().num_steps) == (1, 4)
+    assert again.sequence_ids == (1,) and again.preempted_ids == (1,) and again.finished_ids == (2, 0)
+    assert (scheduler.stats().num_failed_steps, scheduler.stats().num_steps) == (1, 3)
     scheduler.check_invariants()
 
 

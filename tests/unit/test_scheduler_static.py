@@ -41,6 +41,14 @@ def test_a_batch_boards_as_a_whole_and_its_prefill_is_chunked_by_the_budget() ->
     assert [p.grants[0].block_ids for p in plans] == [(0, 1), (2, 3), (), (4, 5), ()]
 
 
+def test_a_batch_is_no_larger_than_the_budget() -> None:
+    scheduler = make_scheduler(max_num_seqs=8, budget=3, batching=StaticBatching(is_padded=True))
+    for i in range(8):
+        scheduler.add(make_request(str(i), 1, 2 + i))
+    assert run_step(scheduler)[0].sequence_ids == (0, 1, 2) and scheduler.stats().num_running == 3
+    run(scheduler)
+
+
 def test_each_member_reserves_prompt_and_max_tokens() -> None:
     scheduler = make_scheduler(num_blocks=8, block_size=4, batching=StaticBatching())
     for name in "abc":
@@ -80,6 +88,7 @@ def test_padding_computes_the_last_position_again() -> None:
     scheduler.commit(plan, result_of(plan))
     plan, events = run_step(scheduler, STOP_TOKEN_ID)
     assert (plan.sequence_ids, plan.starts, plan.num_tokens) == ((1, 0), (3, 3), (1, 1))
+    assert plan.is_sampled == (True, True)
     assert [(e.request_id, e.finish_reason) for e in events] == [("b", "stop")]
 
 
