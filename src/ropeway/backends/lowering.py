@@ -1,6 +1,6 @@
 """From a Program to phases: which ops run together, between which all threads wait. Pure data in, pure data out.
 
-* Ops on rows (norm, rope, add, ...) that follow one another form one phase: a thread takes some rows through all of them.
+* Ops on rows (norm, rope, add, ...) that follow one another form one phase: a thread takes some rows through all.
 * Linears that read the same buffer form one product phase: q, k and v; gate and up.
 * A buffer is quantised once after it was written, in the phase that wrote it where that is a rows phase, however many
   linears read it.

@@ -69,9 +69,7 @@ class NativeBackend:
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size
         self._pool = _native.ThreadPool(num_threads or _native.available_cpus())
-        self._executable = _native.Executable(
-            self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks
-        )
+        self._executable = _native.Executable(self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks)
         _Builder(self._executable, program, tensors).build()
         _release_file_pages(tensors.values())
 
@@ -190,6 +188,22 @@ class _Builder:
     def _row_op(self, op: RowOp) -> _native.RowOp:
         buffers, make = self._buffers, _native.RowOp
         match op:
+            case Quantize(x):
+                return make.quantize(buffers[x])
+            case GatedAct(out, gate, up, "silu"):
+                return make.silu_gate(buffers[out], buffers[gate], buffers[up])
+            case Add(out, a, b):
+                return make.add(buffers[out], buffers[a], buffers[b])
+            case SelectRows(out, x):
+                return make.select_rows(buffers[out], buffers[x])
+            case KvWrite(k, v, layer, group):
+                return make.kv_write(buffers[k], buffers[v], self._layer(group, layer), group)
+            case _:
+                return self._row_op_with_weight(op)
+
+    def _row_op_with_weight(self, op: RowOp) -> _native.RowOp:
+        buffers, make = self._buffers, _native.RowOp
+        match op:
             case Turns(table):
                 return make.turns(self._turns_of(table))
             case Embed(out, weight):
@@ -198,19 +212,9 @@ class _Builder:
                 return make.norm(buffers[out], buffers[x], self._vector(weight), eps)
             case Bias(x, weight):
                 return make.bias(buffers[x], self._vector(weight))
-            case Quantize(x):
-                return make.quantize(buffers[x])
             case Rope():
                 turns, is_interleaved = self._turns_of(rope_table(op)), op.pairing == "interleaved"
                 return make.rope(buffers[op.x], turns, op.head_dim, op.rotary_dim, is_interleaved)
-            case KvWrite(k, v, layer, group):
-                return make.kv_write(buffers[k], buffers[v], self._layer(group, layer), group)
-            case GatedAct(out, gate, up, "silu"):
-                return make.silu_gate(buffers[out], buffers[gate], buffers[up])
-            case Add(out, a, b):
-                return make.add(buffers[out], buffers[a], buffers[b])
-            case SelectRows(out, x):
-                return make.select_rows(buffers[out], buffers[x])
             case _:
                 raise AssertionError(f"{op} is not an op on rows")
 
