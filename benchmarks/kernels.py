@@ -1,0 +1,168 @@
+"""Roofline of the gemm kernels: the machine's limits, then every kernel as a fraction of them.
+
+Limits: multiply-add rate of the int8 and float32 ports (loops without a memory operand) and read bandwidth, on 1 and 2
+threads. A product's limit is the slower of its multiply-adds at the port peak and, where the weights rotate through
+more memory than the caches hold (`--cold-mib`), its packed bytes at the read bandwidth. The best of `--repeats` is kept
+on both sides.
+
+    python benchmarks/kernels.py [--forms Q4_1 Q8_0] [--rows 1 32] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ropeway import _native
+from ropeway.model.weights import TensorType
+
+SHAPES = {  # name -> outputs, inputs
+    "qkv": (960, 576),
+    "attn_out": (576, 576),
+    "gate_up": (3072, 576),
+    "down": (576, 1536),
+    "8192x2048": (8192, 2048),
+    "14336x4096": (14336, 4096),
+}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+FORMS = ("Q4_1", "Q4_0", "Q8_0", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a number of threads can do at most."""
+
+    num_threads: int
+    int8_per_s: float
+    f32_per_s: float
+    read_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One product x[rows, k] @ w[n, k]^T. share: of its limit, which is `arithmetic` or `memory`."""
+
+    form: str
+    shape: str
+    n: int
+    k: int
+    rows: int
+    num_threads: int
+    seconds: float
+    multiply_adds_per_s: float
+    weight_bytes_per_s: float
+    limit: str
+    share: float
+
+
+def measure_limits(num_threads: int, cold_bytes: int, repeats: int) -> Limits:
+    return Limits(
+        num_threads,
+        max(_native.peak_int8_per_s(num_threads, 0.01) for _ in range(4 * repeats)),
+        max(_native.peak_f32_per_s(num_threads, 0.01) for _ in range(4 * repeats)),
+        max(_native.read_bytes_per_s(num_threads, cold_bytes, 0.05) for _ in range(repeats)),
+    )
+
+
+def random_weights(form: str, n: int, k: int, rng: np.random.Generator) -> _native.PackedMatrix:
+    tensor_type = TensorType(form)
+    if tensor_type.block_size == 1:
+        kind = np.float32 if form == "F32" else np.float16
+        return _native.pack(
+            form, [rng.standard_normal((n, k), dtype=np.float32).astype(kind).view(np.uint8).ravel()], k
+        )
+    blocks = rng.integers(0, 256, (n * k // 32, tensor_type.block_bytes), dtype=np.uint8)
+    header = 4 if form == "Q4_1" else 2
+    blocks[:, :header] = np.full(header // 2, 0.01, np.float16).view(np.uint8)
+    return _native.pack(form, [blocks.ravel()], k)
+
+
+def measure(
+    form: str, shape: str, w: _native.PackedMatrix, rows: int, limits: Limits, options: argparse.Namespace
+) -> Measurement:
+    x = np.random.default_rng(rows).standard_normal((rows, w.k), dtype=np.float32)
+    is_cold = rows <= options.cold_rows
+    copies = -(-options.cold_mib * 2**20 // w.num_bytes) if is_cold else 1
+    work = rows * w.n * w.k
+    num_products = max(1, int(options.slice_s * 3e10 / work), copies if is_cold else 1)
+    seconds = min(
+        _native.time_gemm(options.isa, w, x, limits.num_threads, copies, num_products) for _ in range(options.repeats)
+    )
+    peak = limits.int8_per_s if TensorType(form).block_size > 1 else limits.f32_per_s
+    times = {"arithmetic": work / peak, "memory": w.num_bytes / limits.read_bytes_per_s if is_cold else 0.0}
+    limit = max(times, key=lambda name: times[name])
+    return Measurement(
+        form,
+        shape,
+        w.n,
+        w.k,
+        rows,
+        limits.num_threads,
+        seconds,
+        work / seconds,
+        w.num_bytes / seconds,
+        limit,
+        times[limit] / seconds,
+    )
+
+
+def print_limits(limits: Limits) -> None:
+    print(
+        f"{limits.num_threads} thread(s): int8 {limits.int8_per_s / 1e9:.0f} G multiply-adds/s, "
+        f"float32 {limits.f32_per_s / 1e9:.0f}, "
+        f"read {limits.read_bytes_per_s / 1e9:.1f} GB/s"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--isa", default=_native.supported_isas()[0], help="instruction set (default: the best)")
+    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="activation rows M")
+    parser.add_argument("--threads", nargs="+", type=int, default=(1, 2))
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of which the best is kept (default 5)")
+    parser.add_argument(
+        "--slice-s", type=float, default=0.01, help="aimed length of a measurement, seconds (default 0.01)"
+    )
+    parser.add_argument("--cold-rows", type=int, default=1, help="up to this M weights come from memory (default 1)")
+    parser.add_argument("--cold-mib", type=int, default=160, help="memory to rotate them through, MiB (default 160)")
+    parser.add_argument("--json", type=Path, help="also write limits and measurements here")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_arguments()
+    all_limits = [measure_limits(t, options.cold_mib * 2**20, options.repeats) for t in options.threads]
+    for limits in all_limits:
+        print_limits(limits)
+    print("share of the limit (m: memory), G multiply-adds/s in brackets; columns: rows of activations")
+    print(f"{'form':5} {'shape':11} {'threads':7} " + " ".join(f"{r:>10}" for r in options.rows))
+    measurements: list[Measurement] = []
+    rng = np.random.default_rng(0)
+    for form in options.forms:
+        for shape in options.shapes:
+            w = random_weights(form, *SHAPES[shape], rng)
+            for limits in all_limits:
+                print(f"{form:5} {shape:11} {limits.num_threads:7} ", end="", flush=True)
+                for rows in options.rows:
+                    m = measure(form, shape, w, rows, limits, options)
+                    measurements.append(m)
+                    mark = "m" if m.limit == "memory" else " "
+                    print(f"{m.share:4.2f}{mark}({m.multiply_adds_per_s / 1e9:3.0f}) ", end="", flush=True)
+                print()
+    if options.json:
+        record = {"machine": platform.processor() or platform.machine(), "isa": options.isa}
+        record |= {"limits": [asdict(x) for x in all_limits], "measurements": [asdict(m) for m in measurements]}
+        options.json.write_text(json.dumps(record, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
