@@ -9,6 +9,7 @@
 #include "vec/avx2.h"
 #include "kernels/math.h"
 #include "kernels/quantize.h"
+#include "kernels/sample.h"
 #include "kernels/gemm_tile.h"
 #include "kernels/gemm_u4.h"
 #include "kernels/gemm_s8.h"
@@ -35,6 +36,7 @@ const Kernels kAvx2Kernels = {
     .attention_merge = attention_merge,
     .attention_scratch_floats = attention_scratch_floats,
     .attention_state_floats = attention_state_floats,
+    .sample_row = sample_row,
 };
 
 }  // namespace ropeway

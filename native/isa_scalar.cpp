@@ -8,6 +8,7 @@
 #include "vec/scalar.h"
 #include "kernels/math.h"
 #include "kernels/quantize.h"
+#include "kernels/sample.h"
 #include "kernels/gemm_tile.h"
 #include "kernels/gemm_u4.h"
 #include "kernels/gemm_s8.h"
@@ -34,6 +35,7 @@ const Kernels kScalarKernels = {
     .attention_merge = attention_merge,
     .attention_scratch_floats = attention_scratch_floats,
     .attention_state_floats = attention_state_floats,
+    .sample_row = sample_row,
 };
 
 }  // namespace ropeway

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "sample_row.h"
+
 namespace ropeway {
 
 constexpr int kLanes = 8;         // outputs side by side in packed weights; keys and head entries per KV vector
@@ -100,6 +102,8 @@ struct Kernels {
   void (*attention_merge)(const AttentionTask& task, float* partials);
   int64_t (*attention_scratch_floats)(int num_rows, int group, int head_dim);
   int (*attention_state_floats)(int head_dim);
+  // Draws one token of a row of logits.
+  SampleDraw (*sample_row)(const SampleRow& row, const SampleScratch& scratch);
 };
 
 }  // namespace ropeway

@@ -27,7 +27,6 @@ from ropeway.backends.lowering import (
     lower,
     rope_table,
 )
-from ropeway.backends.reference_sampler import sample_reference
 from ropeway.errors import ConfigError, OutOfMemoryError, UnsupportedIsaError
 from ropeway.model.program import Add, CacheGroup, Embed, GatedAct, KvWrite, Norm, Program, Rope, SelectRows, Weight
 from ropeway.model.weights import Tensor, TensorType, dequantize
@@ -70,6 +69,7 @@ class NativeBackend:
         self._block_size = block_size
         self._pool = _native.ThreadPool(num_threads or _native.available_cpus())
         self._executable = _native.Executable(self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks)
+        self._sampler = _native.Sampler(self._pool, program.vocab_size, isa)
         _Builder(self._executable, program, tensors).build()
         _release_file_pages(tensors.values())
 
@@ -105,7 +105,8 @@ class NativeBackend:
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
         """One token per row of logits[R, vocab], which are changed in place."""
-        return sample_reference(logits, batch)  # until the native sampler is in
+        token_ids, is_failed, _ = self._sampler.sample(logits, batch)
+        return Samples(token_ids, is_failed)
 
     def set_profiling(self, is_on: bool) -> None:
         """Turns the timing of phases on or off, and clears what was measured."""

@@ -68,18 +68,18 @@ def adjust_logits(logits: Float32Array, batch: SampleBatch, row: int) -> None:
     history = batch.history[batch.history_offsets[row] :][: batch.num_tokens[row]]
     seen = np.unique(history)
     penalty = batch.repetition_penalty[row]
-    with np.errstate(over="ignore"):
-        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
     generated, counts = np.unique(history[batch.num_prompt_tokens[row] :], return_counts=True)
-    logits[generated] -= batch.frequency_penalty[row] * counts.astype(np.float32)
-    logits[generated] -= batch.presence_penalty[row]
+    with np.errstate(over="ignore", invalid="ignore"):  # a logit may be anything; a NaN is found afterwards
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        logits[generated] -= batch.frequency_penalty[row] * counts.astype(np.float32)
+        logits[generated] -= batch.presence_penalty[row]
 
 
 def token_weights(logits: Float32Array, temperature: np.float32) -> Int64Array:
     """round(2^30 * exp((logit - max) / temperature)) for each of logits[V]: relative error 2e-6, plus 0.5.
 
     The distance to the likeliest is an integer, in steps of 2^-21 octaves; 2^-distance is a float32 polynomial of the
-    fraction, shifted right by the octaves. Every float32 operation below rounds once, as IEEE 754 has it.
+    fraction, scaled down by the octaves. Every float32 operation below rounds once, as IEEE 754 has it.
     """
     with np.errstate(over="ignore"):
         steps = (logits.max() - logits) / temperature * _STEPS_PER_NAT
@@ -89,8 +89,8 @@ def token_weights(logits: Float32Array, temperature: np.float32) -> Int64Array:
     mantissa = np.zeros_like(fraction)
     for coefficient in _EXP2_COEFFICIENTS:
         mantissa = mantissa * fraction + coefficient
-    weights: Int64Array = ((mantissa.astype(np.int64) << 8 >> octaves) + 1) >> 1
-    weights[octaves > 31] = 0
+    unit = np.ldexp(np.float32(1), (7 - octaves).astype(np.int32))
+    weights: Int64Array = (mantissa * unit + np.float32(0.5)).astype(np.int64)
     return weights
 
 
