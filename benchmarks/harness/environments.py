@@ -13,9 +13,15 @@ DRIVERS = Path(__file__).parent.parent / "peer_drivers"
 
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "llama": ("xllamacpp==2026.10.11549", "gguf==0.19.0"),
-    "openvino": ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0", "gguf==0.19.0"),
+    "openvino": (
+        "openvino-genai==2026.4.1.0",
+        "optimum-intel==2.2.0",
+        "nncf==3.4.0",
+        "torch==2.13.0",
+        "gguf==0.19.0",
+        "accelerate==1.15.0",
+    ),
 }
-
 # Pulled in by optimum-intel and not needed; a build for another torch breaks the import of transformers.
 UNWANTED: dict[str, tuple[str, ...]] = {"llama": (), "openvino": ("torchvision",)}
 
