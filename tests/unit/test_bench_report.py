@@ -82,7 +82,7 @@ def test_goodput_limits() -> None:
 
 
 def test_the_picture_is_self_contained_and_to_scale() -> None:
-    panel = Panel("a < b", "x, ms", "tokens/s", (Series("p50", ((0.0, 0.0), (50.0, 100.0)), ("c=1", "c=8")),))
+    panel = Panel("a < b", "x, ms", "tokens/s", (Series("p50", ((0.0, 0.0), (50.0, 100.0)), ("c=1", "c=8"), True),))
     svg = render_svg("Title & more", [panel, panel, panel])
     root = ElementTree.fromstring(svg)
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]

@@ -9,16 +9,17 @@ from html import escape
 
 _COLOURS = ("#0b6e99", "#d9730d", "#4f7a28", "#8b46a0", "#b3261e", "#5b5b5b")
 _WIDTH, _HEIGHT = 460, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 72
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 34, 72
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: points (x, y) in drawing order, each with a note shown on hovering and, if wanted, beside it."""
+    """One line: points (x, y) in drawing order, each with a note shown on hovering, and beside it if labelled."""
 
     name: str
     points: tuple[tuple[float, float], ...]
     notes: tuple[str, ...] = ()
+    is_labelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def _line(series: Series, colour: str, x_scale: _Scale, y_scale: _Scale) -> list
         note = series.notes[index] if index < len(series.notes) else ""
         hover = escape(f"{series.name} {note}: {value_x:,.4g}, {value_y:,.4g}")
         parts.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"><title>{hover}</title></circle>')
-        if note:
+        if note and series.is_labelled:
             parts.append(f'<text x="{x + 5}" y="{y - 6}" fill="{colour}" font-size="9">{escape(note)}</text>')
     return parts
 

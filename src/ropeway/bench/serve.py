@@ -174,6 +174,7 @@ def _percentile_series(summaries: Sequence[Summary], name: str, point: str) -> S
         name=point,
         points=tuple((value, rate) for value, rate, _ in measured),
         notes=tuple(label for _, _, label in measured),
+        is_labelled=point == "p50",
     )
 
 

@@ -153,7 +153,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_document(args.json, orjson.dumps(result_document(options, summaries), option=orjson.OPT_INDENT_2))
     if args.plot is not None:
-        title = f"{options.model or options.base_url}, {summaries[0].num_requests} requests and more per run"
+        title = f"Throughput and latency of {options.model or options.base_url}"
         write_document(args.plot, plot_document(title, summaries, is_html=args.plot.suffix == ".html"))
     failures = format_failures(summaries)
     if failures:
