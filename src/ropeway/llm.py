@@ -12,8 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -112,8 +111,9 @@ def make_backend(model: Model, facts: EngineFacts) -> Backend:
         from ropeway.backends.reference import ReferenceBackend
 
         return ReferenceBackend(program, tensors, num_kv_blocks=facts.num_kv_blocks, block_size=facts.block_size)
-    native: Any = import_module("ropeway.backends.native")
-    backend: Backend = native.NativeBackend(
+    from ropeway.backends.native import NativeBackend
+
+    return NativeBackend(
         program,
         tensors,
         num_kv_blocks=facts.num_kv_blocks,
@@ -121,7 +121,6 @@ def make_backend(model: Model, facts: EngineFacts) -> Backend:
         num_threads=facts.num_threads,
         isa=facts.isa,
     )
-    return backend
 
 
 def make_engine(backend: Backend, facts: EngineFacts, *, num_cache_groups: int = 1) -> Engine:

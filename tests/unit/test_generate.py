@@ -14,7 +14,7 @@ import pytest
 
 from ropeway.cli import main
 
-FLAGS = ["--backend", "reference", "--max-num-batched-tokens", "64", "--num-kv-blocks", "64", "--max-tokens", "8"]
+FLAGS = ["--max-num-batched-tokens", "64", "--num-kv-blocks", "64", "--max-tokens", "8"]
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": "one"},
     {"prompt": [5, 6, 7], "max_tokens": 3, "id": "second"},

@@ -12,7 +12,7 @@ import ropeway
 from ropeway import LLM, AsyncLLM, RequestOutput, SamplingParams
 from ropeway.errors import ConfigError, EngineStoppedError, InvalidRequestError, ModelFetchError, RequestTooLargeError
 
-OPTIONS = {"backend": "reference", "max_num_batched_tokens": 64, "num_kv_blocks": 64, "max_model_len": 256}
+OPTIONS = {"max_num_batched_tokens": 64, "num_kv_blocks": 64, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -167,7 +167,7 @@ def test_leaving_generate_each_early_aborts(llm: LLM) -> None:
 
 
 def test_generate_each_reads_only_as_far_as_it_can_run(tiny_model_path: Path) -> None:
-    llm = LLM(tiny_model_path, backend="reference", max_num_batched_tokens=8, max_num_seqs=2, num_kv_blocks=64)
+    llm = LLM(tiny_model_path, max_num_batched_tokens=8, max_num_seqs=2, num_kv_blocks=64)
     num_read = 0
 
     def items() -> Iterator[tuple[str, SamplingParams]]:
@@ -183,7 +183,7 @@ def test_generate_each_reads_only_as_far_as_it_can_run(tiny_model_path: Path) ->
 
 
 def test_small_pool_gives_a_small_context(tiny_model_path: Path) -> None:
-    llm = LLM(tiny_model_path, backend="reference", max_num_batched_tokens=64, num_kv_blocks=4)
+    llm = LLM(tiny_model_path, max_num_batched_tokens=64, num_kv_blocks=4)
     assert llm.facts.max_model_len == 64 and llm.facts.warnings
     (output,) = llm.generate("x", SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64
@@ -199,7 +199,7 @@ def test_unknown_option_and_model(tiny_model_path: Path) -> None:
 
 
 def test_calibration_finds_a_budget(tiny_model_path: Path) -> None:
-    facts = LLM(tiny_model_path, backend="reference", num_kv_blocks=64).facts
+    facts = LLM(tiny_model_path, num_kv_blocks=64).facts
     assert facts.max_num_batched_tokens is not None and 16 <= facts.max_num_batched_tokens <= 512
     assert facts.max_num_seqs == min(facts.max_num_batched_tokens, 128)
 
