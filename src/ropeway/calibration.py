@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import numpy as np
@@ -10,10 +11,13 @@ from ropeway.backends.batch import Backend, BlockTables, ForwardBatch
 from ropeway.config import MAX_DEFAULT_NUM_SEQS, EngineFacts
 from ropeway.model.program import Program
 
+logger = logging.getLogger(__name__)
+
 FULL_STEP_S = 0.1
-MIN_TOKEN_BUDGET = 16
+FIRST_SIZE_TOKENS = 16
+MIN_TOKEN_BUDGET = 32  # fewer would starve sequences on a machine that is busy only while it starts
 MAX_TOKEN_BUDGET = 8192
-NUM_TRIES = 3  # the least counts: anything slower was disturbed
+NUM_TRIES = 5  # the least counts: anything slower was disturbed
 
 
 def calibrate_token_budget(backend: Backend, program: Program, facts: EngineFacts) -> int:
@@ -21,7 +25,7 @@ def calibrate_token_budget(backend: Backend, program: Program, facts: EngineFact
 
     Each pass is one prompt of T tokens with logits for as many rows as could decode in such a step; T doubles until
     half of the limit is reached, and the rest is extrapolated on the line through the last two. Attention over a long
-    context is not in it: that costs a step more.
+    context is not in it: that costs a step more. At least MIN_TOKEN_BUDGET, with a warning where that is too much.
     """
     ceiling = min(MAX_TOKEN_BUDGET, facts.num_kv_blocks * facts.block_size, program.context_length)
     max_rows = facts.max_num_seqs or MAX_DEFAULT_NUM_SEQS
@@ -32,7 +36,7 @@ def calibrate_token_budget(backend: Backend, program: Program, facts: EngineFact
         backend.forward(batch)
         return time.perf_counter() - start_s
 
-    size = min(MIN_TOKEN_BUDGET, ceiling)
+    size = min(FIRST_SIZE_TOKENS, ceiling)
     seconds(size)  # the first pass also pays for touching memory
     before, taken_s = (0, 0.0), min(seconds(size) for _ in range(NUM_TRIES))
     while taken_s < FULL_STEP_S / 2 and size * 2 <= ceiling:
@@ -40,7 +44,16 @@ def calibrate_token_budget(backend: Backend, program: Program, facts: EngineFact
         taken_s = min(seconds(size) for _ in range(NUM_TRIES))
     token_s = max((taken_s - before[1]) / (size - before[0]), 1e-9)
     budget = size + int((FULL_STEP_S - taken_s) / token_s)
-    return max(min(budget, 2 * size, ceiling) // MIN_TOKEN_BUDGET, 1) * MIN_TOKEN_BUDGET
+    if budget < MIN_TOKEN_BUDGET:
+        logger.warning(
+            "%d tokens take %.0f ms: the machine is busy or slow, and full steps will take more than %.0f ms; "
+            "set max_num_batched_tokens to choose the token budget yourself",
+            size,
+            taken_s * 1000,
+            FULL_STEP_S * 1000,
+        )
+    rounded = min(budget, 2 * size, ceiling) // FIRST_SIZE_TOKENS * FIRST_SIZE_TOKENS
+    return max(rounded, MIN_TOKEN_BUDGET)
 
 
 def _calibration_batch(program: Program, num_tokens: int, num_rows: int, facts: EngineFacts) -> ForwardBatch:

@@ -10,7 +10,7 @@ import openai
 
 from tests.support.running_server import RunningServer
 
-QUESTIONS = ("What is the capital of France?", "How many days are in a week?", "What colour is the sky?")
+QUESTIONS = ("How many days are in a week?", "What is gravity?", "Write one sentence about trees.")
 
 
 def test_chat_reads_as_english_alone_and_together(model_path: Path) -> None:
@@ -35,5 +35,5 @@ async def ask_alone_and_together(url: str) -> None:
             *(ask(question, temperature=1, seed=3) for question in QUESTIONS),
         )
     assert alone + seeded == together
-    assert "Paris" in alone[0]
-    assert "seven" in alone[1].lower() or "7" in alone[1]
+    assert "7 days" in alone[0]
+    assert "Gravity is" in alone[1]

@@ -200,7 +200,7 @@ def test_unknown_option_and_model(tiny_model_path: Path) -> None:
 
 def test_calibration_finds_a_budget(tiny_model_path: Path) -> None:
     facts = LLM(tiny_model_path, num_kv_blocks=64).facts
-    assert facts.max_num_batched_tokens is not None and 16 <= facts.max_num_batched_tokens <= 512
+    assert facts.max_num_batched_tokens is not None and 32 <= facts.max_num_batched_tokens <= 512
     assert facts.max_num_seqs == min(facts.max_num_batched_tokens, 128)
 
 
