@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-
 from tests.support.running_server import RunningServer
 
 QUESTIONS = ("How many days are in a week?", "What is gravity?", "Write one sentence about trees.")
