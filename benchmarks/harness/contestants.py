@@ -15,7 +15,7 @@ import uvloop
 
 from harness.environments import DRIVERS, Environments
 from harness.processes import ContestantError, CpuTimes, free_port, running_server
-from harness.rows import Row
+from harness.rows import Row, warmup_requests
 from ropeway.bench.client import Client, Endpoint
 from ropeway.bench.load import LoadOptions, RequestRecord, Run, run_load
 from ropeway.bench.report import Summary, summarise
@@ -24,7 +24,6 @@ from ropeway.bench.workload import BenchRequest
 NUM_THREADS = 2
 READY_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 1800.0
-WARMUP_SEED = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class HttpContestant:
         try:
             model = orjson.loads(await client.get("/v1/models"))["data"][0]["id"]
             options = LoadOptions(model=model, extra_body=self.extra_body)
-            await run_load(client, row.workload.requests(2, WARMUP_SEED), options, concurrency=2)
+            await run_load(client, warmup_requests(), options, concurrency=2)
             before = CpuTimes.now(process_id)
             run = await run_load(client, row.requests(seed), options, concurrency=row.concurrency)
             others_s = CpuTimes.now(process_id).others_since(before)
@@ -100,7 +99,7 @@ class OpenVinoContestant:
             "max_num_seqs": max(64, row.concurrency),
             "concurrency": row.concurrency,
             "settings": self.settings,
-            "warmup": _plain(row.workload.requests(2, WARMUP_SEED)),
+            "warmup": _plain(warmup_requests()),
             "requests": _plain(row.requests(seed)),
         }
         with self.log_path.open("wb") as log:

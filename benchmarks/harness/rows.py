@@ -57,6 +57,12 @@ ROWS = {
     )
 }
 
+
+def warmup_requests() -> list[BenchRequest]:
+    """Two short unmeasured requests, from a seed that no run uses."""
+    return SyntheticWorkload(vocab_size=VOCAB_SIZE).requests(2, seed=2**31)
+
+
 # name, unit, whether more is better
 METRICS = {
     "output_tokens_per_s": ("output tok/s", True),
@@ -71,7 +77,7 @@ METRICS = {
 def metric(summary: Summary, name: str) -> float | None:
     """One figure of a run by its name in `METRICS`."""
     if name == "output_tokens_per_s":
-        return summary.output_tokens_per_s
+        return None if summary.tpot.p50 is None else summary.output_tokens_per_s  # prompts alone have no rate
     if name == "prompt_tokens_per_s":
         return summary.num_prompt_tokens / summary.duration_s
     latency, point = name.split("_")
