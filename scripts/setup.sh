@@ -47,7 +47,8 @@ stamp() { printf '%s' "$2" >".venv/$1.stamp"; }
 pip() { scripts/env.sh .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 
 echo "1/4 environment"
-if ! stamped "environment-$kind" "$environment"; then
+# What `dev` installs covers `run`.
+if ! stamped environment-dev "$environment" && ! stamped "environment-$kind" "$environment"; then
   check_tools
   if ! stamped where "$PWD"; then # a moved clone: neither a venv nor a build directory survives that
     find build -mindepth 1 ! -name setup.lock -delete
