@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tqdm import tqdm
-
 from ropeway.backends.batch import Backend
 from ropeway.calibration import FULL_STEP_S, calibrate_token_budget
 from ropeway.catalog import CATALOG, DEFAULT_MODEL, resolve_model
@@ -29,7 +27,7 @@ from ropeway.core.stats import EngineStats
 from ropeway.engine.async_engine import AsyncEngine, OutputStream
 from ropeway.engine.engine import Engine
 from ropeway.engine.runner import Runner
-from ropeway.errors import InvalidRequestError
+from ropeway.errors import InvalidRequestError, ModelFileError
 from ropeway.inputs import EncodedPrompt, Message, Prompt, RequestBuilder
 from ropeway.model.loading import Model, load_model
 from ropeway.outputs import Assembler, RequestOutput, Transcript
@@ -61,33 +59,73 @@ class LoadedEngine:
         return self.builder.tokenizer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedModel:
+    """A model in memory, its weights packed, whose token budget is not settled yet."""
+
+    model: Model
+    builder: RequestBuilder
+    backend: Backend
+    facts: EngineFacts
+    path: str
+
+
 def load_engine(model: ModelSource, config: EngineConfig) -> LoadedEngine:
     """Loads a model by catalog name or path and puts an engine together.
 
     Raises ModelFetchError, ModelFileError, ConfigError (OutOfMemoryError) or UnsupportedIsaError, each with its remedy.
     """
+    return finish_engine(prepare_model(model, config))
+
+
+def prepare_model(model: ModelSource, config: EngineConfig) -> PreparedModel:
+    """The part of `load_engine` that may run beside other work. Raises as it does."""
     start_s = time.monotonic()
     path = resolve_model(model)
     loaded = load_model(path)
     tokenizer = Tokenizer.from_metadata(loaded.metadata)
+    check_vocabulary(tokenizer, loaded)
     chat_template = ChatTemplate.from_metadata(loaded.metadata)
     name = os.fspath(model)
     facts = resolve(config, model_facts(name if name in CATALOG else path.stem, loaded, config), free_memory_bytes())
     for warning in facts.warnings:
         logger.warning("%s", warning)
     backend = make_backend(loaded, facts)
+    builder = RequestBuilder(
+        tokenizer, chat_template, max_model_len=facts.max_model_len, vocab_size=loaded.program.vocab_size
+    )
+    logger.info("loaded %s in %.2f s", path.name, time.monotonic() - start_s)
+    return PreparedModel(loaded, builder, backend, facts, os.fspath(path))
+
+
+def finish_engine(prepared: PreparedModel) -> LoadedEngine:
+    """The rest of `load_engine`: settles the token budget, by timing steps where `facts` leave it open; wants a quiet
+    machine for that.
+    """
+    program, facts = prepared.model.program, prepared.facts
     if facts.max_num_batched_tokens is None:
-        budget = calibrate_token_budget(backend, loaded.program, facts)
-        logger.info("token budget %d: calibrated for steps of at most %d ms", budget, FULL_STEP_S * 1000)
+        start_s = time.monotonic()
+        budget = calibrate_token_budget(prepared.backend, program, facts)
+        taken_s = time.monotonic() - start_s
+        logger.info("token budget %d: calibrated in %.2f s for steps of %g s", budget, taken_s, FULL_STEP_S)
     else:
         budget = facts.max_num_batched_tokens
     facts = facts.with_token_budget(budget)
-    engine = make_engine(backend, facts, num_cache_groups=len(loaded.program.cache_groups))
-    builder = RequestBuilder(
-        tokenizer, chat_template, max_model_len=engine.max_model_len, vocab_size=loaded.program.vocab_size
-    )
-    logger.info("loaded %s in %.2f s", path.name, time.monotonic() - start_s)
-    return LoadedEngine(engine, builder, facts, os.fspath(path))
+    engine = make_engine(prepared.backend, facts, num_cache_groups=len(program.cache_groups))
+    return LoadedEngine(engine, prepared.builder, facts, prepared.path)
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: Model) -> None:
+    """Raises ModelFileError where the model can draw ids that the tokenizer has no token for, or lacks rows for some.
+
+    The logits of a head that is padded beyond the vocabulary mean nothing, and such an id has no text.
+    """
+    num_rows = model.program.vocab_size
+    if tokenizer.vocab_size != num_rows:
+        raise ModelFileError(
+            f"the model has embeddings for {num_rows} tokens but the tokenizer has {tokenizer.vocab_size}; convert "
+            "the model to GGUF again with a converter that writes both of one length"
+        )
 
 
 def model_facts(name: str, model: Model, config: EngineConfig) -> ModelFacts:
@@ -247,6 +285,8 @@ class LLM:
             raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one for each")
         for prompt, one in zip(prompts, each, strict=True):
             self.check(prompt, one)
+        from tqdm import tqdm  # 30 ms that a server's start does without
+
         answers: dict[int, RequestOutput] = {}
         with tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as bar:
             for position, output in self.generate_each(zip(prompts, each, strict=True)):
@@ -302,8 +342,18 @@ class AsyncLLM:
     """
 
     def __init__(self, model: ModelSource = DEFAULT_MODEL, **options: object) -> None:
-        self._loaded = load_engine(model, EngineConfig.from_options(options))
-        self.engine = AsyncEngine(self._loaded.engine, self._loaded.tokenizer)
+        self._set_up(load_engine(model, EngineConfig.from_options(options)))
+
+    @classmethod
+    def from_prepared(cls, prepared: PreparedModel) -> AsyncLLM:
+        """An AsyncLLM of a model that `prepare_model` has loaded, perhaps on another thread."""
+        llm = cls.__new__(cls)
+        llm._set_up(finish_engine(prepared))
+        return llm
+
+    def _set_up(self, loaded: LoadedEngine) -> None:
+        self._loaded = loaded
+        self.engine = AsyncEngine(loaded.engine, loaded.tokenizer)
         self._is_started = False
 
     @property

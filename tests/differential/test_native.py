@@ -24,8 +24,11 @@ NUM_TOKENS = 150
 FLOAT_TOLERANCE = 3e-4
 INT8_TOLERANCE = 0.06
 
+LINEAR_ROPE = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+
 MODELS = {
     "plain": RandomModel(),
+    "linear rope": RandomModel(metadata=LINEAR_ROPE),
     "odd": ODD_MODEL,
     "one head": RandomModel(num_heads=1, num_kv_heads=1, head_dim=8),
     "seven heads": RandomModel(num_heads=7, num_kv_heads=1, head_dim=40, hidden_size=72, vocab_size=17),
@@ -59,6 +62,13 @@ def relative_error(logits: Float32Array, expected: Float32Array) -> float:
 
 def reference_logits(model: Model, ids: list[int]) -> Float32Array:
     return all_logits(ReferenceBackend(model.program, model.tensors, num_kv_blocks=64), ids)
+
+
+def test_linear_scaling_stretches_positions(directory: Path) -> None:
+    """So that its case below is more than the plain one again."""
+    plain, stretched = load(directory, MODELS["plain"]), load(directory, MODELS["linear rope"])
+    ids = token_ids(plain)
+    assert relative_error(all_logits(native(stretched), ids), all_logits(native(plain), ids)) > 100 * FLOAT_TOLERANCE
 
 
 @pytest.mark.parametrize("isa", _native.supported_isas())

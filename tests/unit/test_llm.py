@@ -7,10 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.random_gguf import RandomModel, write_random_gguf
 
 import ropeway
 from ropeway import LLM, AsyncLLM, RequestOutput, SamplingParams
-from ropeway.errors import ConfigError, EngineStoppedError, InvalidRequestError, ModelFetchError, RequestTooLargeError
+from ropeway.errors import (
+    ConfigError,
+    EngineStoppedError,
+    InvalidRequestError,
+    ModelFetchError,
+    ModelFileError,
+    RequestTooLargeError,
+)
+from ropeway.model.gguf import GgufFile
 
 OPTIONS = {"max_num_batched_tokens": 64, "num_kv_blocks": 64, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -198,9 +207,18 @@ def test_unknown_option_and_model(tiny_model_path: Path) -> None:
         LLM("no-such-model")
 
 
+def test_head_beyond_the_vocabulary_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Drawn, such an id would have no text."""
+    whole = GgufFile.open(tiny_model_path).metadata
+    shortened = {key: whole[key][:300] for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")}  # type: ignore[index]
+    path = write_random_gguf(tmp_path / "m.gguf", RandomModel(vocab_size=320, metadata=shortened))
+    with pytest.raises(ModelFileError, match="320 tokens but the tokenizer has 300"):
+        LLM(path, **OPTIONS)
+
+
 def test_calibration_finds_a_budget(tiny_model_path: Path) -> None:
     facts = LLM(tiny_model_path, num_kv_blocks=64).facts
-    assert facts.max_num_batched_tokens is not None and 32 <= facts.max_num_batched_tokens <= 512
+    assert facts.max_num_batched_tokens is not None and 64 <= facts.max_num_batched_tokens <= 512
     assert facts.max_num_seqs == min(facts.max_num_batched_tokens, 128)
 
 
@@ -239,7 +257,9 @@ def test_async_kinds_of_output_agree(llm: LLM, tiny_model_path: Path) -> None:
         assert cumulative[-1].outputs == expected.outputs
         assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
         lengths = [len(output.outputs[0].token_ids) for output in cumulative]
-        assert lengths == sorted(lengths) and len(set(lengths)) > 3
+        assert (
+            lengths == sorted(lengths) and lengths[-1] == 15
+        )  # how many steps one wake-up brings is up to the machine
         deltas = [output async for output in async_llm.generate("hello", params, output_kind="delta")]
         for index in range(2):
             text = "".join(each.text for output in deltas for each in output.outputs if each.index == index)

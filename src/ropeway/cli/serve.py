@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ropeway._version import __version__
+from ropeway.catalog import resolve_model
 from ropeway.cli.options import (
     add_engine_arguments,
     add_model_argument,
@@ -16,6 +19,8 @@ from ropeway.cli.options import (
 )
 from ropeway.config import EngineConfig, format_bytes, parse_bytes
 from ropeway.errors import ConfigError
+from ropeway.server.config import ServerConfig
+from ropeway.server.listening import address, bind
 
 if TYPE_CHECKING:
     from ropeway.config import EngineFacts
@@ -58,10 +63,7 @@ def run_serve(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} must be a number of seconds, 0 or more, not {value}")
     max_body_bytes = parse_bytes("--max-body-size", args.max_body_size)
     options = engine_options(args)
-    EngineConfig.from_options(options)  # a wrong option is told before the server's modules are loaded
-
-    from ropeway.server.app import ServerConfig
-    from ropeway.server.serving import address, bind, run_server
+    engine_config = EngineConfig.from_options(options)  # a wrong option is told before anything slow begins
 
     config = ServerConfig(
         api_key=args.api_key,
@@ -71,9 +73,18 @@ def run_serve(args: argparse.Namespace) -> int:
         has_access_log=args.access_log,
     )
     with bind(args.host, args.port) as sock:
-        from ropeway.llm import AsyncLLM
+        resolve_model(args.model)  # a download can be interrupted here, on the main thread
+        from ropeway.llm import AsyncLLM, prepare_model
 
-        llm = AsyncLLM(args.model, **options)
+        with ThreadPoolExecutor(1) as executor:
+            preparing = executor.submit(prepare_model, args.model, engine_config)
+            # A third of the time to readiness is this import, and packing weights needs no interpreter lock.
+            from ropeway.server.serving import run_server
+
+            llm = AsyncLLM.from_prepared(preparing.result())
+        # What is loaded stays: without this every full collection walks a vocabulary's worth of objects.
+        gc.collect()
+        gc.freeze()
         url = address(sock)
         is_orderly = run_server(llm, config, sock, on_ready=lambda: print(greeting(url, llm.facts), flush=True))
     return 0 if is_orderly else 1

@@ -6,19 +6,20 @@ import hmac
 import logging
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ropeway._version import __version__
 from ropeway.errors import InvalidRequestError, RopewayError
 from ropeway.llm import AsyncLLM
+from ropeway.server.config import ServerConfig
 from ropeway.server.errors import JSON, BodyTooLargeError, UnauthorizedError, error_json, error_response
 from ropeway.server.exposition import Exposition
 from ropeway.server.openai import (
@@ -32,6 +33,7 @@ from ropeway.server.openai import (
     start_completion,
     whole_answer,
 )
+from ropeway.server.openapi import openapi_document
 from ropeway.server.protocol import (
     REFUSED_CHAT_FIELDS,
     REFUSED_COMPLETION_FIELDS,
@@ -48,61 +50,48 @@ CLIENT_CLOSED_REQUEST = 499
 DRAIN_RATIO = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """What the HTTP side is told.
-
-    api_key: asked of every /v1 request; None asks for nothing. max_body_bytes: of one request.
-    shutdown_timeout_s: running requests may finish for this long. stall_s: /health is red after this long with work but
-    without a step. has_access_log: one line per request.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    max_body_bytes: int = 8 << 20
-    shutdown_timeout_s: float = 30.0
-    stall_s: float = 30.0
-    has_access_log: bool = False
-
-
-def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
+def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     """The ASGI application. Its lifespan starts the engine and shuts it down."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> Any:
+    async def lifespan(app: Starlette) -> Any:
         llm.start()
         yield
         await llm.shutdown(0.0)
 
-    app = FastAPI(title="Ropeway", version=__version__, lifespan=lifespan)
-    app.add_exception_handler(RopewayError, _on_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(Exception, _on_error)
-    _add_generation(app, llm, config)
-    _add_models(app, llm)
-    _add_operation(app, llm, config)
+    app = Starlette(
+        routes=[*_generation_routes(llm, config), *_model_routes(llm), *_operation_routes(llm, config)],
+        exception_handlers={
+            RopewayError: _on_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_error,
+        },
+        lifespan=lifespan,
+    )
     if config.api_key is not None:
         app.add_middleware(ApiKeyGuard, api_key=config.api_key)
     return app
 
 
-def _add_generation(app: FastAPI, llm: AsyncLLM, config: ServerConfig) -> None:
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
+def _generation_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
     async def completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(CompletionBody, fields, REFUSED_COMPLETION_FIELDS)
         return await _answer(request, llm, body, await start_completion(llm, body), CompletionFormat())
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
     async def chat_completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(ChatBody, fields, REFUSED_CHAT_FIELDS)
         return await _answer(request, llm, body, await start_chat(llm, body), ChatFormat())
 
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    ]
 
-def _add_models(app: FastAPI, llm: AsyncLLM) -> None:
+
+def _model_routes(llm: AsyncLLM) -> list[Route]:
     created = int(time.time())
 
     def card(name: str) -> dict[str, object]:
@@ -116,35 +105,40 @@ def _add_models(app: FastAPI, llm: AsyncLLM) -> None:
             "max_model_len": llm.facts.max_model_len,
         }
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [card(name) for name in llm.facts.served_model_names]})
 
-    @app.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> Response:
+    async def model(request: Request) -> Response:
+        model_id = request.path_params["model_id"]
         check_served(model_id, llm.facts.served_model_names)
         return _json(card(model_id))
 
+    return [Route("/v1/models", models), Route("/v1/models/{model_id:path}", model)]
 
-def _add_operation(app: FastAPI, llm: AsyncLLM, config: ServerConfig) -> None:
+
+def _operation_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
     exposition = Exposition(llm.engine, llm.facts.served_model_names[0])
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         llm.engine.check_health(config.stall_s)
         return _json({"status": "ok"})
 
-    @app.get("/ping")
-    async def ping() -> Response:
-        return await health()
-
-    @app.get("/version")
-    async def version() -> Response:
+    async def version(request: Request) -> Response:
         return _json({"version": __version__})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def schema(request: Request) -> Response:
+        return _json(openapi_document())
+
+    return [
+        Route("/health", health),
+        Route("/ping", health),
+        Route("/version", version),
+        Route("/metrics", metrics),
+        Route("/openapi.json", schema),
+    ]
 
 
 async def _answer(
@@ -226,8 +220,3 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 def _json(value: object) -> Response:
     return Response(orjson.dumps(value), media_type=JSON)
-
-
-def _body_schema(kind: type[SamplingBody]) -> dict[str, Any]:
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}

@@ -17,9 +17,9 @@ from types import FrameType
 
 import uvicorn
 
-from ropeway.errors import ConfigError
 from ropeway.llm import AsyncLLM
-from ropeway.server.app import ServerConfig, create_app
+from ropeway.server.app import create_app
+from ropeway.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,31 +29,6 @@ FAREWELL_S = 2.0
 FORCE_POLL_S = 0.05
 ENGINE_JOIN_S = 5.0
 BACKLOG = 2048
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that an address in use shows before a model is loaded.
-
-    Raises ConfigError with the remedy.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except (OSError, OverflowError) as error:
-        sock.close()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {reason}; choose another with --port (0 takes any free one)"
-        ) from None
-    return sock
-
-
-def address(sock: socket.socket) -> str:
-    """http://host:port of a bound socket."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_ready: Callable[[], None]) -> bool:
