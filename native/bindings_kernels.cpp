@@ -64,21 +64,20 @@ OwnedMatrix pack(const std::string& type_name, const std::vector<Bytes>& tensors
   return m;
 }
 
-// Room for the quantised view of M rows of k inputs; `shift` bytes past alignment, to test that none is assumed.
+// Room for both quantised views of M rows of k inputs.
 struct QuantisedRows {
-  std::vector<int8_t> codes;
-  std::vector<int16_t> codes16;
-  std::vector<float> scales, sums;
+  std::vector<CodedGroup> coded;
+  std::vector<float> scales;
+  std::vector<WideGroup> wide;
   Activations a;
 
   explicit QuantisedRows(const Floats& x) {
     if (x.stride(1) != 1) throw std::invalid_argument("rows of x must be contiguous");
-    size_t count = x.shape(0) * x.shape(1), groups = x.shape(0) * (x.shape(1) / kGroup);
-    codes.resize(count);
-    codes16.resize(count);
-    scales.resize(groups);
-    sums.resize(groups);
-    a = {x.data(), x.stride(0), int32_t(x.shape(1)), codes.data(), codes16.data(), scales.data(), sums.data()};
+    size_t groups = x.shape(0) * (x.shape(1) / kGroup);
+    coded.resize(groups);
+    scales.resize(x.shape(0));
+    wide.resize(groups);
+    a = {x.data(), x.stride(0), int32_t(x.shape(1)), coded.data(), scales.data(), wide.data()};
   }
 };
 
@@ -108,9 +107,25 @@ nb::tuple quantize(const std::string& isa, const Floats& x) {
   if (x.shape(1) % kGroup != 0) throw std::invalid_argument("columns of x must be a multiple of 32");
   QuantisedRows q(x);
   select_kernels(isa).quantize_rows(q.a, 0, int(x.shape(0)));
-  size_t rows = x.shape(0), k = x.shape(1);
-  return nb::make_tuple(to_array(std::move(q.codes), rows, k), to_array(std::move(q.codes16), rows, k),
-                        to_array(std::move(q.scales), rows, k / kGroup), to_array(std::move(q.sums), rows, k / kGroup));
+  const size_t rows = x.shape(0), k = x.shape(1);
+  std::vector<int8_t> codes;
+  std::vector<int16_t> multipliers, wide_codes;
+  std::vector<float> sums, wide_scales;
+  for (const CodedGroup& group : q.coded) {
+    codes.insert(codes.end(), group.codes, group.codes + kGroup);
+    for (const auto& pair : group.multipliers) {
+      if (pair[0] != pair[1]) throw std::logic_error("the two copies of a multiplier differ");
+      multipliers.push_back(pair[0]);
+    }
+    sums.push_back(group.sum);
+  }
+  for (const WideGroup& group : q.wide) {
+    wide_codes.insert(wide_codes.end(), group.codes, group.codes + kGroup);
+    wide_scales.push_back(group.scale);
+  }
+  return nb::make_tuple(to_array(std::move(codes), rows, k), to_array(std::move(multipliers), rows, k / kHalfGroup),
+                        to_array(std::move(q.scales), rows, 1), to_array(std::move(sums), rows, k / kGroup),
+                        to_array(std::move(wide_codes), rows, k), to_array(std::move(wide_scales), rows, k / kGroup));
 }
 
 nb::object unpack(const OwnedMatrix& m) {
@@ -170,7 +185,8 @@ void bind_kernels(nb::module_& m) {
   m.def("pack", &pack, nb::arg("type"), nb::arg("tensors"), nb::arg("k"),
         "Packs the rows of one or more tensors of a GGUF type, laid end to end.");
   m.def("quantize", &quantize, nb::arg("isa"), nb::arg("x"),
-        "codes, codes16 [M, k], scales, sums [M, k / 32] of float32 x [M, k].");
+        "Of float32 x [M, k]: codes [M, k], multipliers [M, k / 16], scales [M, 1], sums [M, k / 32]; and, wide, codes "
+        "[M, k], scales [M, k / 32]. kernels.h says what they mean.");
   m.def("gemm", &gemm_range, nb::arg("isa"), nb::arg("w"), nb::arg("x"), nb::arg("out"), nb::arg("rows"),
         nb::arg("columns"), "out[rows, columns] = x[rows] @ w[columns]^T; the rest of out is left alone.");
   m.def("time_gemm", &time_gemm, nb::arg("isa"), nb::arg("w"), nb::arg("x"), nb::arg("num_threads"), nb::arg("copies"),

@@ -164,8 +164,7 @@ void Executable::add_product_phase(std::string label, bool is_selected, int x, s
     check_buffer(x, w.k, "linear");
     check_buffer(product.out, w.n, "linear");
     if (product.out == x) refuse("a linear writes the buffer that it reads");
-    const bool is_quantised = w.form == Form::U4 || w.form == Form::S8;
-    buffers_[x].is_quantised |= is_quantised;
+    buffers_[x].is_coded |= w.form == Form::U4;
     buffers_[x].is_wide |= w.form == Form::S8;
   }
   Phase& phase = phases_.emplace_back();
@@ -272,11 +271,11 @@ void Executable::reserve_rows(int64_t num_rows) {
       buffer.storage = allocate<float>(capacity * buffer.ld);
       buffer.data = buffer.storage.get();
     }
-    if (!buffer.is_quantised) continue;
-    buffer.codes = allocate<int8_t>(capacity * buffer.width);
-    if (buffer.is_wide) buffer.codes16 = allocate<int16_t>(capacity * buffer.width);
-    buffer.scales = allocate<float>(capacity * (buffer.width / kGroup));
-    buffer.sums = allocate<float>(capacity * (buffer.width / kGroup));
+    if (buffer.is_coded) {
+      buffer.coded = allocate<CodedGroup>(capacity * (buffer.width / kGroup));
+      buffer.scales = allocate<float>(capacity);
+    }
+    if (buffer.is_wide) buffer.wide = allocate<WideGroup>(capacity * (buffer.width / kGroup));
   }
   for (Turns& turns : turns_)
     turns.rows = allocate<float>(capacity * 2 * static_cast<int64_t>(turns.frequencies.size()));
@@ -424,7 +423,7 @@ int32_t Executable::plan_phase(Phase& phase, int num_tokens, int num_selected) {
 
 Activations Executable::activations(int index) const {
   const Buffer& b = buffers_[index];
-  return {b.data, b.ld, b.width, b.codes.get(), b.codes16.get(), b.scales.get(), b.sums.get()};
+  return {b.data, b.ld, b.width, b.coded.get(), b.scales.get(), b.wide.get()};
 }
 
 void Executable::run_product(const Phase& phase, int chunk, int num_rows) {

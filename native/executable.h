@@ -99,10 +99,10 @@ class Executable {
     int32_t width;
     int64_t ld;
     float* data = nullptr;
-    bool is_quantised = false, is_wide = false;  // has a reader of int8 codes, of int16 codes
-    Memory<float> storage, scales, sums;
-    Memory<int8_t> codes;
-    Memory<int16_t> codes16;
+    bool is_coded = false, is_wide = false;  // has a reader of that view
+    Memory<float> storage, scales;
+    Memory<CodedGroup> coded;
+    Memory<WideGroup> wide;
   };
   struct Matrix {
     PackedMatrix packed;

@@ -12,7 +12,8 @@
 namespace ropeway {
 
 constexpr int kLanes = 8;         // outputs side by side in packed weights; keys and head entries per KV vector
-constexpr int kGroup = 32;        // inputs that share one activation scale
+constexpr int kGroup = 32;        // inputs of a block of quantised weights
+constexpr int kHalfGroup = 16;    // inputs that share an activation multiplier
 constexpr int kTileColumns = 16;  // packed weights come in tiles of this many outputs
 
 enum class Form : uint8_t { U4, S8, F16, BF16, F32 };
@@ -26,16 +27,33 @@ struct PackedMatrix {
   const uint8_t* data;
 };
 
-// Activations as the kernels read them, M rows of k inputs. x is always there; the quantised view (k a multiple of
-// kGroup) where any reader is U4 or S8. A group that holds a NaN or an infinity has scale and sum NaN and codes 0.
+constexpr int kMaxCode = 127;
+constexpr int kMaxMultiplier = 1 << 14;
+constexpr int kMaxWideCode = kMaxCode * 256;
+
+// A row's 32 inputs for U4: x ~ scale of the row * multiplier of the half group * code, |code| <= kMaxCode,
+// 1 <= multiplier <= kMaxMultiplier.
+struct CodedGroup {
+  int8_t codes[kGroup];
+  int16_t multipliers[2][2];  // of each half, twice: 32 bits to broadcast
+  float sum;                  // of multiplier * code over the group
+};
+
+// A row's 32 inputs for S8: x ~ scale * code, |code| <= kMaxWideCode.
+struct WideGroup {
+  int16_t codes[kGroup];
+  float scale;
+};
+
+// Activations as the kernels read them, M rows of k inputs. x is always there; a quantised view (k a multiple of
+// kGroup) where it has a reader, else null. A NaN or an infinity makes the scales that cover it NaN, and its codes 0.
 struct Activations {
   const float* x;
   int64_t ld_x;  // floats between rows of x
   int32_t k;
-  int8_t* codes;     // [M][k]           x ~ codes * scales[group]; read by U4
-  int16_t* codes16;  // [M][k]           the same codes, wider; read by S8, null where no reader is S8
-  float* scales;     // [M][k / kGroup]
-  float* sums;       // [M][k / kGroup]  scale * sum of the group's codes
+  CodedGroup* coded;  // [M][k / kGroup], read by U4
+  float* scales;      // [M], of `coded`
+  WideGroup* wide;    // [M][k / kGroup], read by S8
 };
 
 // Rows of float32, `ld` floats apart; kernels that write one may read it in place.
@@ -80,7 +98,7 @@ struct AttentionTask {
 
 struct Kernels {
   const char* name;
-  // Fills codes, codes16 unless null, scales and sums of rows [row0, row1) from x.
+  // Fills the quantised views that are there, for rows [row0, row1), from x.
   void (*quantize_rows)(const Activations& a, int row0, int row1);
   // out[r * ld_out + c] for rows [row0, row1) and columns [col0, col1); col0 is a multiple of kTileColumns,
   // col1 too unless it is n. Writes nothing outside the range.

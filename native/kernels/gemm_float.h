@@ -36,6 +36,8 @@ struct GemmFloat {
     }
   }
 
+  static void finish(const Activations&, int, int, float*) {}
+
   template <class Source, int Rows>
   static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc) {
     const float* x = a.x + row * a.ld_x + steps.begin;

@@ -1,6 +1,5 @@
-// 8-bit weights x int8 activations, both widened to int16 because 2 * 128 * 127 leaves no room for a sum in int16. Per
-// group of 32 inputs and output: 16 pair products summed in int32 (exact), then acc = fma(float(sum), d * a_scale,
-// acc).
+// 8-bit weights x wide activations, in int16. Per group of 32 inputs and output: 16 pair products summed in int32
+// (exact: at most 32 * 128 * kMaxWideCode < 2^28), then acc = fma(float(sum), d * a_scale, acc).
 #pragma once
 
 namespace ropeway {
@@ -48,12 +47,13 @@ struct GemmS8 {
     }
   }
 
+  static void finish(const Activations&, int, int, float*) {}
+
   template <class Source, int Rows>
   static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc) {
     const int num_groups = a.k / kGroup;
-    const int16_t* codes = a.codes16 + size_t(row) * a.k + size_t(steps.begin) * kGroup;
-    const float* scales = a.scales + size_t(row) * num_groups + steps.begin;
-    for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, codes += kGroup) {
+    const WideGroup* groups = a.wide + size_t(row) * num_groups + steps.begin;
+    for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, groups++) {
       const Source w{weights};
       Bits256 s[Rows][2];
       ROPEWAY_UNROLL
@@ -61,7 +61,7 @@ struct GemmS8 {
         const Bits256 w0 = w.codes(p, 0), w1 = w.codes(p, 1);
         ROPEWAY_UNROLL
         for (int i = 0; i < Rows; i++) {
-          const Bits256 x = broadcast_32(codes + size_t(i) * a.k + 2 * p);
+          const Bits256 x = broadcast_32(groups[size_t(i) * num_groups].codes + 2 * p);
           const Bits256 p0 = dot_i16(w0, x), p1 = dot_i16(w1, x);
           if (p)
             accumulate_i32(s[i][0], p0);
@@ -75,7 +75,7 @@ struct GemmS8 {
       }
       ROPEWAY_UNROLL
       for (int i = 0; i < Rows; i++) {
-        const F32x8 scale = broadcast_f32(scales + size_t(i) * num_groups + g);
+        const F32x8 scale = broadcast_f32(&groups[size_t(i) * num_groups].scale);
         ROPEWAY_UNROLL
         for (int half = 0; half < 2; half++) {
           float* to = acc + i * kTileColumns + half * kLanes;

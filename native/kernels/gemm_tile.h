@@ -62,7 +62,8 @@ template <class A>
 constexpr bool is_same<A, A> = true;
 
 // A Kernel has: Packed and Panel, the two sources of weights (kStepBytes each); kPanelSteps; kDirectRows, the most rows
-// that read Packed; unpack(packed, count, panel); multiply<Source, Rows>(weights, steps, a, row, acc).
+// that read Packed; unpack(packed, count, panel); multiply<Source, Rows>(weights, steps, a, row, acc); finish(a, row,
+// num_rows, acc), once an output has all its inputs.
 template <class Kernel>
 void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out,
                 int64_t ld_out) {
@@ -91,6 +92,7 @@ void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1,
           multiply_rows<Kernel, Panel>(weights, {step, count}, a, row, num_rows, acc);
         }
       }
+      Kernel::finish(a, row, num_rows, acc);
       store_tile(acc, num_rows, columns, out + row * ld_out + col, ld_out);
     }
   }

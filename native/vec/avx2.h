@@ -68,6 +68,10 @@ inline void accumulate_i32(Bits256& s, Bits256 p) {
 inline Bits256 dot_i16(Bits256 a, Bits256 b) { return _mm256_madd_epi16(a, b); }
 inline Bits256 add_i32(Bits256 a, Bits256 b) { return _mm256_add_epi32(a, b); }
 inline Bits256 pair_sums_i16(Bits256 v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
+inline Bits256 set_bytes(int8_t x) { return _mm256_set1_epi8(x); }
+// In each half of 128 bits: its four 32-bit lanes as int16, twice; values fit.
+inline Bits256 i32_as_i16_twice(Bits256 v) { return _mm256_packs_epi32(v, v); }
+inline F32x8 bits_as_f32(Bits256 v) { return _mm256_castsi256_ps(v); }
 inline F32x8 i32_to_f32(Bits256 v) { return _mm256_cvtepi32_ps(v); }
 // Nearest integer, ties to even; the caller keeps |v| below 2^31.
 inline Bits256 f32_to_i32(F32x8 v) { return _mm256_cvtps_epi32(v); }
@@ -76,6 +80,12 @@ inline Bits256 magnitude_bits(F32x8 v) {
   return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
 }
 inline Bits256 max_i32(Bits256 a, Bits256 b) { return _mm256_max_epi32(a, b); }
+// Lanes 0-3: the largest of a; 4-7: of b.
+inline Bits256 largest_of_each(Bits256 a, Bits256 b) {
+  __m256i m = _mm256_max_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+  m = _mm256_max_epi32(m, _mm256_shuffle_epi32(m, 0x4e));
+  return _mm256_max_epi32(m, _mm256_shuffle_epi32(m, 0xb1));
+}
 inline int32_t reduce_max_i32(Bits256 v) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
@@ -104,6 +114,9 @@ inline F32x8 div(F32x8 a, F32x8 b) { return _mm256_div_ps(a, b); }
 // a > b ? a : b, so b where either is NaN; min_f32 likewise.
 inline F32x8 max_f32(F32x8 a, F32x8 b) { return _mm256_max_ps(a, b); }
 inline F32x8 min_f32(F32x8 a, F32x8 b) { return _mm256_min_ps(a, b); }
+inline F32x8 ceil_f32(F32x8 v) { return _mm256_ceil_ps(v); }
+inline F32x8 low_half_twice(F32x8 v) { return _mm256_permute2f128_ps(v, v, 0x00); }
+inline F32x8 high_half_twice(F32x8 v) { return _mm256_permute2f128_ps(v, v, 0x11); }
 // 2^n for -126 <= n <= 127.
 inline F32x8 power_of_two(Bits256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));

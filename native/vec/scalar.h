@@ -152,6 +152,22 @@ inline Bits256 pair_sums_i16(Bits256 v) {
   for (int i = 0; i < 8; i++) r.lane[i] = x.lane[2 * i] + x.lane[2 * i + 1];
   return as_bits(r);
 }
+inline Bits256 set_bytes(int8_t x) {
+  Bits256 r;
+  memset(r.byte, uint8_t(x), 32);
+  return r;
+}
+inline Bits256 i32_as_i16_twice(Bits256 v) {
+  const Int32Lanes x = as_i32(v);
+  Int16Lanes r;
+  for (int i = 0; i < 16; i++) r.lane[i] = int16_t(x.lane[i / 8 * 4 + i % 4]);
+  return as_bits(r);
+}
+inline F32x8 bits_as_f32(Bits256 v) {
+  F32x8 r;
+  memcpy(&r, &v, 32);
+  return r;
+}
 inline F32x8 i32_to_f32(Bits256 v) {
   Int32Lanes x = as_i32(v);
   F32x8 r;
@@ -173,6 +189,16 @@ inline Bits256 max_i32(Bits256 a, Bits256 b) {
   Int32Lanes x = as_i32(a), y = as_i32(b);
   for (int i = 0; i < 8; i++) x.lane[i] = x.lane[i] > y.lane[i] ? x.lane[i] : y.lane[i];
   return as_bits(x);
+}
+inline Bits256 largest_of_each(Bits256 a, Bits256 b) {
+  const Int32Lanes v[2] = {as_i32(a), as_i32(b)};
+  Int32Lanes r;
+  for (int half = 0; half < 2; half++) {
+    int32_t m = v[half].lane[0];
+    for (int i = 1; i < 8; i++) m = m > v[half].lane[i] ? m : v[half].lane[i];
+    for (int i = 0; i < 4; i++) r.lane[4 * half + i] = m;
+  }
+  return as_bits(r);
 }
 inline int32_t reduce_max_i32(Bits256 v) {
   Int32Lanes x = as_i32(v);
@@ -212,6 +238,18 @@ inline F32x8 max_f32(F32x8 a, F32x8 b) {
 inline F32x8 min_f32(F32x8 a, F32x8 b) {
   for (int i = 0; i < 8; i++) a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
   return a;
+}
+inline F32x8 ceil_f32(F32x8 v) {
+  for (int i = 0; i < 8; i++) v.lane[i] = ceilf(v.lane[i]);
+  return v;
+}
+inline F32x8 low_half_twice(F32x8 v) {
+  for (int i = 4; i < 8; i++) v.lane[i] = v.lane[i - 4];
+  return v;
+}
+inline F32x8 high_half_twice(F32x8 v) {
+  for (int i = 0; i < 4; i++) v.lane[i] = v.lane[i + 4];
+  return v;
 }
 inline F32x8 power_of_two(Bits256 n) {
   const Int32Lanes x = as_i32(n);

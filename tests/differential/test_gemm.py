@@ -11,6 +11,7 @@ from ropeway.model.weights import Tensor, TensorType, dequantize
 ISAS = _native.supported_isas()
 QUANTISED = [TensorType.Q8_0, TensorType.Q4_0, TensorType.Q4_1]
 TYPES = list(TensorType)
+MAX_CODE, MAX_MULTIPLIER, MAX_WIDE_CODE = np.float32(127), np.float32(1 << 14), np.float32(127 * 256)
 
 
 def random_rows(tensor_type: TensorType, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -62,22 +63,69 @@ def test_packed_size_is_that_of_the_file(tensor_type: TensorType) -> None:
     assert w.num_bytes == 64 * 64 // 32 * tensor_type.block_bytes
 
 
+def quantisable_rows() -> np.ndarray:
+    """Rows with zeros, halves and rows too small to count, outliers, ties, denormals and the largest floats."""
+    x = activations(9, 128)
+    x[1, :32] = 0
+    x[2, 16:48] = 1e-38
+    x[3] = 0
+    x[3, :32] = np.arange(32) - 16.5
+    x[4, 17] = 1e4
+    x[5] = 0
+    x[6] *= np.float32(1e-40)
+    x[7, ::2] = np.finfo(np.float32).max
+    x[8] *= np.float32(1e-29)
+    return x
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_quantisation_matches_its_definition(isa: str) -> None:
-    x = activations(5, 128)
-    x[1, :32] = 0
-    x[2, :32] = 1e-38
-    x[3, :32] = np.arange(32) - 16.5
-    codes, codes16, scales, sums = _native.quantize(isa, x)
-    groups = x.reshape(5, 4, 32)
+    x = quantisable_rows()
+    codes, multipliers, scales, sums, wide_codes, wide_scales = _native.quantize(isa, x)
+    one, zero = np.float32(1), np.float32(0)
+
+    row_amax = np.abs(x).max(axis=1, keepdims=True)
+    is_used = row_amax >= 1e-30
+    per_x = np.where(is_used, MAX_MULTIPLIER / np.where(is_used, row_amax, one), zero)
+    halves = x.reshape(9, 8, 16)
+    expected_multipliers = np.ceil(np.abs(halves).max(axis=2) * per_x).clip(1, MAX_MULTIPLIER)
+    codes_per_x = MAX_CODE * per_x / expected_multipliers
+    expected = np.rint(halves * codes_per_x[:, :, None]).astype(np.int8)
+    np.testing.assert_array_equal(codes, expected.reshape(9, 128))
+    np.testing.assert_array_equal(multipliers, expected_multipliers)
+    np.testing.assert_array_equal(scales, np.where(is_used, row_amax / (MAX_CODE * MAX_MULTIPLIER), zero))
+    half_sums = expected.sum(axis=2, dtype=np.int32) * expected_multipliers.astype(np.int32)
+    np.testing.assert_array_equal(sums, half_sums.reshape(9, 4, 2).sum(axis=2).astype(np.float32))
+
+    groups = x.reshape(9, 4, 32)
     amax = np.abs(groups).max(axis=2)
     amax[amax < 1e-30] = 0
-    inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
-    expected = np.rint(groups * inverse[:, :, None]).astype(np.int8)
-    np.testing.assert_array_equal(codes, expected.reshape(5, 128))
-    np.testing.assert_array_equal(codes16, codes)
-    np.testing.assert_array_equal(scales, amax / np.float32(127))
-    np.testing.assert_array_equal(sums, scales * expected.sum(axis=2, dtype=np.int32).astype(np.float32))
+    inverse = np.divide(MAX_WIDE_CODE, amax, out=np.zeros_like(amax), where=amax > 0)
+    np.testing.assert_array_equal(wide_codes, np.rint(groups * inverse[:, :, None]).reshape(9, 128))
+    np.testing.assert_array_equal(wide_scales, amax / MAX_WIDE_CODE)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_quantisation_error_is_bounded_by_each_half_group(isa: str) -> None:
+    """Half a step of its own largest value, however large the row's others: an outlier is felt by its half alone."""
+    uneven = np.float32(10) ** np.random.default_rng(8).integers(-3, 2, (64, 128)).astype(np.float32)
+    x = np.concatenate([quantisable_rows(), activations(64, 128, seed=9) * uneven])
+    codes, multipliers, scales, _, wide_codes, wide_scales = _native.quantize(isa, x)
+    assert multipliers.min() == 1 and multipliers.max() == MAX_MULTIPLIER
+    assert np.abs(codes).max() == MAX_CODE and np.abs(wide_codes).max() == MAX_WIDE_CODE
+    exact = x.astype(np.float64)
+    row_amax = np.abs(exact).max(axis=1, keepdims=True)
+    half_amax = np.abs(exact.reshape(-1, 8, 16)).max(axis=2)
+    step = half_amax / MAX_CODE + row_amax / (MAX_CODE * MAX_MULTIPLIER) + 1e-30
+    error = np.abs(seen_by_u4(codes, multipliers, scales) - exact).reshape(-1, 8, 16).max(axis=2)
+    assert (error <= 0.5001 * step).all()
+    amax = np.abs(exact.reshape(-1, 4, 32)).max(axis=2)
+    error = np.abs(wide_codes * np.repeat(wide_scales.astype(np.float64), 32, axis=1) - exact).reshape(-1, 4, 32)
+    assert (error.max(axis=2) <= 0.502 * amax / MAX_WIDE_CODE + 1e-30).all()
+
+
+def seen_by_u4(codes: np.ndarray, multipliers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    return scales.astype(np.float64) * np.repeat(multipliers, 16, axis=1) * codes
 
 
 @pytest.mark.parametrize("tensor_type", TYPES)
@@ -86,9 +134,11 @@ def test_product_is_close_to_float64(tensor_type: TensorType, k: int) -> None:
     w, values = pack(tensor_type, 40, k)
     x = activations(13, k)
     if tensor_type in QUANTISED:
-        codes, _, scales, _ = _native.quantize(ISAS[0], x)
-        seen = codes.astype(np.float64) * np.repeat(scales, 32, axis=1)
-        np.testing.assert_allclose(seen, x, atol=np.abs(x).max() / 253)
+        codes, multipliers, scales, _, wide_codes, wide_scales = _native.quantize(ISAS[0], x)
+        if tensor_type is TensorType.Q8_0:
+            seen = wide_codes * np.repeat(wide_scales.astype(np.float64), 32, axis=1)
+        else:
+            seen = seen_by_u4(codes, multipliers, scales)
     else:
         seen = x.astype(np.float64)
     expected = seen @ values.astype(np.float64).T
