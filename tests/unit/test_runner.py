@@ -216,6 +216,38 @@ def test_a_slot_taken_over_inherits_nothing(backend: RecordingBackend) -> None:
     assert (batch.top_k.tolist(), batch.index.tolist(), batch.num_tokens.tolist()) == ([0], [0], [2])
 
 
+def test_rows_follow_when_sequences_change_places(backend: RecordingBackend, runner: Runner) -> None:
+    """What is gathered for a set of rows is kept from step to step, and must not outlive the set or its order."""
+    histories = {0: [1, 2, 3], 1: [4, 5], 2: [6, 7]}
+    for sequence_id, prompt in histories.items():
+        stop = frozenset({60 + sequence_id})
+        asked = request(prompt, temperature=0.1 * sequence_id, top_k=sequence_id, min_tokens=sequence_id, stop=stop)
+        runner.add(sequence_id, asked, 0)
+    orders = [(0, 1), (0, 1), (1, 0), (1, 2), (2, 1), (2, 1), (2,), (0, 2)]
+    has_blocks: set[int] = set()
+    for order in orders:
+        rows = []
+        for sequence_id in order:
+            history = histories[sequence_id]
+            is_first = sequence_id not in has_blocks
+            has_blocks.add(sequence_id)
+            blocks = list(range(6 * sequence_id, 6 * sequence_id + 4)) if is_first else []
+            rows.append(
+                (sequence_id, 0 if is_first else len(history) - 1, len(history) if is_first else 1, True, blocks)
+            )
+        drawn = step(runner, *rows)
+        assert drawn.sequence_ids == order
+        sampled = backend.sample_batches[-1]
+        assert sampled.top_k.tolist() == list(order)
+        assert sampled.position.tolist() == [len(histories[sequence_id]) for sequence_id in order]
+        num_prompt = {0: 3, 1: 2, 2: 2}
+        is_masked = [len(histories[i]) - num_prompt[i] < i for i in order]
+        assert np.diff(sampled.banned_indptr).tolist() == [int(masked) for masked in is_masked]
+        for sequence_id, token_id in zip(order, drawn.token_ids, strict=True):
+            histories[sequence_id].append(token_id)
+    assert {i: list(runner.token_ids(i)) for i in histories} == histories
+
+
 def test_a_failed_row_is_reported_and_feeds_nothing_back(backend: RecordingBackend, runner: Runner) -> None:
     for i in range(3):
         runner.add(i, request([i, 5]), 0)

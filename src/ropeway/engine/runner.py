@@ -7,12 +7,13 @@ feeds its own samples back into them. Knows arrays; knows nothing of scheduling,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import Backend, BlockTables, ForwardBatch, Int32Array, Int64Array, SampleBatch
+from ropeway.backends.batch import Backend, BlockTables, ForwardBatch, Int32Array, Int64Array, SampleBatch, Samples
 from ropeway.core.params import Request
 from ropeway.core.plan import BlockGrants, StepPlan, StepResult
 
@@ -22,6 +23,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY, _NUM_FLOATS = range(7)
 _TOP_K, _INDEX, _NUM_PROMPT, _NUM_INTS = range(4)
 
+_NO_SEQUENCES: tuple[int, ...] = ()
 _NO_IDS = np.zeros(0, dtype=np.int32)
 _NO_VALUES = np.zeros(0, dtype=np.float32)
 
@@ -37,6 +39,24 @@ class _TokenLists:
     bias_values: npt.NDArray[np.float32]
     stop_token_ids: Int32Array
     min_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What does not change while the same sequences are scheduled in the same order, gathered from their slots once.
+
+    token_offsets, table_offsets: of each row in the flat storage. order: 0 .. S, the query_indptr of single tokens.
+    """
+
+    sequence_ids: tuple[int, ...]
+    slots: Int64Array
+    token_offsets: Int64Array
+    table_offsets: Int64Array
+    order: Int32Array
+    floats: npt.NDArray[np.float32]
+    ints: Int32Array
+    seeds: npt.NDArray[np.uint64]
+    has_token_lists: bool
 
 
 class Runner:
@@ -55,6 +75,9 @@ class Runner:
         self._free_slots: list[int] = []
         self._token_lists: dict[int, _TokenLists] = {}  # by slot
         self._result: StepResult | None = None
+        # Decoding repeats the same rows step after step, and gathering them anew costs as much as the rest of a launch.
+        self._planned: _Rows | None = None
+        self._sampled: _Rows | None = None
 
         # Storage by slot. Rows are not cleared: what counts is below num_tokens and num_blocks, and untouched pages
         # of a long context cost no memory.
@@ -80,25 +103,27 @@ class Runner:
                 self._num_blocks[:, self._slot_of[sequence_id]] = 0
         for sequence_id in plan.finished_ids:
             self._forget(sequence_id)
-        slots = np.array([self._slot(sequence_id) for sequence_id in plan.sequence_ids], dtype=np.int64)
+        rows = self._planned = self._rows(plan.sequence_ids, self._planned)
         for group, grants in enumerate(plan.grants):
-            self._apply(group, grants, slots)
+            self._apply(group, grants, rows.slots)
 
-        batch = self._forward_batch(plan, slots)
+        num_known = self._num_tokens[rows.slots]
+        batch = self._forward_batch(plan, rows, num_known)
         logits = self._backend.forward(batch)
-        sampled = np.flatnonzero(plan.is_sampled)
-        if len(sampled) == 0:
+        if len(batch.out_rows) == 0:
             self._result = StepResult(plan.step_id, (), ())
             return
-        sampled_slots = slots[sampled]
+        kv_lens = batch.kv_lens
+        if not all(plan.is_sampled):
+            is_sampled = np.array(plan.is_sampled, dtype=np.bool_)
+            kv_lens, num_known = kv_lens[is_sampled], num_known[is_sampled]
+            sequence_ids = tuple(compress(plan.sequence_ids, plan.is_sampled))
+            rows = self._sampled = self._rows(sequence_ids, self._sampled)
         # A padding row of a static batch ends one token early, and draws its last token again.
-        kv_lens = batch.kv_lens[sampled]
-        num_least = np.maximum(self._num_tokens[sampled_slots] - 1, self._ints[_NUM_PROMPT, sampled_slots])
+        num_least = np.maximum(num_known - 1, rows.ints[_NUM_PROMPT])
         assert (kv_lens >= num_least).all(), "a sampled row ends too early"
-        self._num_tokens[sampled_slots] = kv_lens
-        samples = self._backend.sample(logits, self._sample_batch(sampled_slots))
-        sequence_ids = [plan.sequence_ids[row] for row in sampled.tolist()]
-        self._result = self._feed_back(plan.step_id, sequence_ids, sampled_slots, samples.token_ids, samples.is_failed)
+        samples = self._backend.sample(logits, self._sample_batch(rows, kv_lens))
+        self._result = self._feed_back(plan.step_id, rows, kv_lens, samples)
 
     def collect(self) -> StepResult:
         """The result of the step launched last; each result is collected once."""
@@ -115,6 +140,25 @@ class Runner:
     @property
     def num_slots_used(self) -> int:
         return len(self._slot_of)
+
+    def _rows(self, sequence_ids: tuple[int, ...], last: _Rows | None) -> _Rows:
+        """The rows of these sequences: `last` where it is of the same ones, since a slot and what it says of its
+        sequence stay until the sequence is forgotten, and an id does not come again.
+        """
+        if last is not None and last.sequence_ids == sequence_ids:
+            return last
+        slots = np.array([self._slot(sequence_id) for sequence_id in sequence_ids], dtype=np.int64)
+        return _Rows(
+            sequence_ids=sequence_ids,
+            slots=slots,
+            token_offsets=slots * self._row_tokens,
+            table_offsets=slots * self._row_blocks,
+            order=np.arange(len(slots) + 1, dtype=np.int32),
+            floats=self._floats.take(slots, axis=1),
+            ints=self._ints.take(slots, axis=1),
+            seeds=self._seeds[slots],
+            has_token_lists=not self._token_lists.keys().isdisjoint(slots.tolist()),
+        )
 
     def _slot(self, sequence_id: int) -> int:
         """The slot of a sequence; one that is scheduled for the first time gets its own."""
@@ -185,47 +229,56 @@ class Runner:
         self._blocks[group].reshape(-1)[np.repeat(first, counts) + np.arange(indptr[-1])] = grants.block_ids
         self._num_blocks[group, slots] = num_blocks + counts
 
-    def _forward_batch(self, plan: StepPlan, slots: Int64Array) -> ForwardBatch:
-        num_tokens = np.array(plan.num_tokens, dtype=np.int32)
+    def _forward_batch(self, plan: StepPlan, rows: _Rows, num_known: Int32Array) -> ForwardBatch:
+        """num_known[S]: tokens that each row has."""
         starts = np.array(plan.starts, dtype=np.int32)
-        kv_lens = starts + num_tokens
-        query_indptr = np.zeros(len(slots) + 1, dtype=np.int32)
-        np.cumsum(num_tokens, out=query_indptr[1:])
-        assert (kv_lens <= self._num_tokens[slots]).all(), "a row computes tokens that are not known yet"
-        assert (kv_lens <= self._num_blocks[:, slots] * self._backend.block_size).all(), "a row lacks blocks"
-
-        within = np.arange(query_indptr[-1], dtype=np.int32)
-        positions = np.repeat(starts - query_indptr[:-1], num_tokens) + within
-        token_index = np.repeat(slots * self._row_tokens, num_tokens) + positions
+        if plan.total_num_tokens == plan.num_rows:
+            kv_lens, query_indptr, positions = starts + np.int32(1), rows.order, starts
+            token_index = rows.token_offsets + starts
+        else:
+            num_tokens = np.array(plan.num_tokens, dtype=np.int32)
+            kv_lens = starts + num_tokens
+            query_indptr = np.zeros(len(starts) + 1, dtype=np.int32)
+            np.cumsum(num_tokens, out=query_indptr[1:])
+            within = np.arange(query_indptr[-1], dtype=np.int32)
+            positions = np.repeat(starts - query_indptr[:-1], num_tokens) + within
+            token_index = np.repeat(rows.token_offsets, num_tokens) + positions
+        assert (kv_lens <= num_known).all(), "a row computes tokens that are not known yet"
+        num_slots = self._num_blocks.take(rows.slots, axis=1) * self._backend.block_size
+        assert (kv_lens <= num_slots).all(), "a row lacks blocks"
+        last_rows = query_indptr[1:] - np.int32(1)
         return ForwardBatch(
             token_ids=self._tokens.reshape(-1)[token_index],
             positions=positions,
             query_indptr=query_indptr,
             kv_lens=kv_lens,
-            tables=tuple(BlockTables(blocks.reshape(-1), slots * self._row_blocks) for blocks in self._blocks),
-            out_rows=query_indptr[1:][np.array(plan.is_sampled, dtype=np.bool_)] - 1,
+            tables=tuple(BlockTables(blocks.reshape(-1), rows.table_offsets) for blocks in self._blocks),
+            out_rows=last_rows if all(plan.is_sampled) else last_rows[np.array(plan.is_sampled, dtype=np.bool_)],
         )
 
-    def _sample_batch(self, slots: Int64Array) -> SampleBatch:
-        floats = self._floats.take(slots, axis=1)
-        ints = self._ints.take(slots, axis=1)
-        num_tokens = self._num_tokens[slots]
-        biases, values, banned = self._lists_of(slots, num_tokens - ints[_NUM_PROMPT])
-        bias_indptr, bias_ids = _csr(biases, len(slots))
-        banned_indptr, banned_ids = _csr(banned, len(slots))
+    def _sample_batch(self, rows: _Rows, num_tokens: Int32Array) -> SampleBatch:
+        """num_tokens[R]: tokens of each row before the one to be drawn."""
+        floats, ints = rows.floats, rows.ints
+        biases: dict[int, Int32Array] = {}
+        values: list[npt.NDArray[np.float32]] = []
+        banned: dict[int, Int32Array] = {}
+        if rows.has_token_lists:
+            biases, values, banned = self._lists_of(rows.slots, num_tokens - ints[_NUM_PROMPT])
+        bias_indptr, bias_ids = _csr(biases, len(num_tokens))
+        banned_indptr, banned_ids = _csr(banned, len(num_tokens))
         return SampleBatch(
             temperature=floats[_TEMPERATURE],
             top_k=ints[_TOP_K],
             top_p=floats[_TOP_P],
             min_p=floats[_MIN_P],
-            seed=self._seeds[slots],
+            seed=rows.seeds,
             index=ints[_INDEX],
             position=num_tokens,
             repetition_penalty=floats[_REPETITION],
             presence_penalty=floats[_PRESENCE],
             frequency_penalty=floats[_FREQUENCY],
             history=self._tokens.reshape(-1),
-            history_offsets=slots * self._row_tokens,
+            history_offsets=rows.token_offsets,
             num_prompt_tokens=ints[_NUM_PROMPT],
             num_tokens=num_tokens,
             bias_indptr=bias_indptr,
@@ -242,35 +295,30 @@ class Runner:
         biases: dict[int, Int32Array] = {}
         values: list[npt.NDArray[np.float32]] = []
         banned: dict[int, Int32Array] = {}
-        if self._token_lists:
-            for row, slot in enumerate(slots.tolist()):
-                entry = self._token_lists.get(slot)
-                if entry is None:
-                    continue
-                biases[row] = entry.bias_ids
-                values.append(entry.bias_values)
-                if num_generated[row] < entry.min_tokens:
-                    banned[row] = entry.stop_token_ids
+        for row, slot in enumerate(slots.tolist()):
+            entry = self._token_lists.get(slot)
+            if entry is None:
+                continue
+            biases[row] = entry.bias_ids
+            values.append(entry.bias_values)
+            if num_generated[row] < entry.min_tokens:
+                banned[row] = entry.stop_token_ids
         return biases, values, banned
 
-    def _feed_back(
-        self,
-        step_id: int,
-        sequence_ids: list[int],
-        slots: Int64Array,
-        token_ids: Int32Array,
-        is_failed: npt.NDArray[np.bool_],
-    ) -> StepResult:
-        """Appends the drawn tokens to their rows; a failed row keeps what it had."""
-        failed_ids: tuple[int, ...] = ()
-        if is_failed.any():
-            is_drawn = ~is_failed
-            failed_ids = tuple(i for i, failed in zip(sequence_ids, is_failed.tolist(), strict=True) if failed)
-            sequence_ids = [i for i, drawn in zip(sequence_ids, is_drawn.tolist(), strict=True) if drawn]
-            slots, token_ids = slots[is_drawn], token_ids[is_drawn]
-        self._tokens[slots, self._num_tokens[slots]] = token_ids
-        self._num_tokens[slots] += 1
-        return StepResult(step_id, tuple(sequence_ids), tuple(token_ids.tolist()), failed_ids)
+    def _feed_back(self, step_id: int, rows: _Rows, num_tokens: Int32Array, samples: Samples) -> StepResult:
+        """Appends the drawn tokens behind the num_tokens[R] of their rows; a failed row keeps what it had."""
+        sequence_ids, token_ids, failed_ids = rows.sequence_ids, samples.token_ids, _NO_SEQUENCES
+        slots, offsets = rows.slots, rows.token_offsets
+        if samples.is_failed.any():
+            self._num_tokens[slots] = num_tokens
+            is_drawn = ~samples.is_failed
+            failed_ids = tuple(compress(sequence_ids, samples.is_failed.tolist()))
+            sequence_ids = tuple(compress(sequence_ids, is_drawn.tolist()))
+            slots, offsets = slots[is_drawn], offsets[is_drawn]
+            num_tokens, token_ids = num_tokens[is_drawn], token_ids[is_drawn]
+        self._tokens.reshape(-1)[offsets + num_tokens] = token_ids
+        self._num_tokens[slots] = num_tokens + np.int32(1)
+        return StepResult(step_id, sequence_ids, tuple(token_ids.tolist()), failed_ids)
 
 
 def _enlarged(array: npt.NDArray[_Scalar], axis: int, length: int) -> npt.NDArray[_Scalar]:
