@@ -15,6 +15,7 @@ constexpr int kMaxPassTokens = 512;  // a longer step runs as several passes, so
 constexpr int kMaxProductRows = 256;
 constexpr int kMaxQueryPairs = 96;  // (row, head) pairs that share a widened tile of keys
 constexpr int kMaxQueryFloats = 6144;
+constexpr int kMaxFetchBytes = 256 << 10;  // of keys and values of one head, fetched while another is worked on
 
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -394,6 +395,8 @@ void Executable::plan_attention(const ForwardBatch&, AttentionShape& shape) {
       num_splits_done_ = counter;
     }
   }
+  const bool are_many = static_cast<int>(shape.items.size()) >= 8 * pool_.num_threads();
+  shape.heads_per_chunk = pool_.num_threads() == 1 || are_many ? shape.num_kv_heads : 1;
   const int64_t floats = kernels_.attention_scratch_floats(max_rows, shape.query_heads, shape.head_dim);
   if (floats > scratch_floats_) {
     for (Memory<float>& scratch : scratch_) scratch = allocate<float>(floats);
@@ -406,7 +409,7 @@ int32_t Executable::plan_phase(Phase& phase, int num_tokens, int num_selected) {
   if (num_rows == 0) return 0;
   if (phase.is_attention) {
     const AttentionShape& shape = attention_shapes_[phase.attention_shape];
-    return static_cast<int32_t>(shape.items.size()) * shape.num_kv_heads;
+    return static_cast<int32_t>(shape.items.size()) * shape.num_kv_heads / shape.heads_per_chunk;
   }
   if (phase.products.empty()) {
     phase.rows_per_chunk = std::clamp(ceil_div(num_rows, 4 * pool_.num_threads()), 1, 16);
@@ -439,18 +442,42 @@ void Executable::run_product(const Phase& phase, int chunk, int num_rows) {
                 out.ld);
 }
 
+KvBlocks Executable::kv_blocks(const AttentionShape& shape, int layer, int item, int head) const {
+  const KvPool& pool = groups_[shape.group];
+  const BlockTableView& table = batch_->tables[shape.group];
+  return {pool.layer(layer) + head * pool.head_stride,
+          table.block_ids.data() + table.offsets[segments_[shape.items[item].segment].sequence]};
+}
+
 void Executable::run_attention(const Phase& phase, int chunk, int thread) {
   const AttentionShape& shape = attention_shapes_[phase.attention_shape];
-  const AttentionItem& item = shape.items[chunk / shape.num_kv_heads];
-  const int head = chunk % shape.num_kv_heads;
-  const KvPool& pool = groups_[shape.group];
+  const int chunks_per_item = shape.num_kv_heads / shape.heads_per_chunk;
+  const int item = chunk / chunks_per_item, head0 = chunk % chunks_per_item * shape.heads_per_chunk;
+  for (int head = head0; head < head0 + shape.heads_per_chunk; ++head) {
+    // What this thread reads next, as far as can be known: another head, or the item it claims when all go on alike.
+    const bool is_last = head + 1 == head0 + shape.heads_per_chunk;
+    const int next_item = is_last ? item + pool_.num_threads() : item;
+    KvBlocks next{};
+    int32_t num_next_keys = 0;
+    if (!(is_last && shape.heads_per_chunk == 1) && next_item < static_cast<int>(shape.items.size())) {
+      const AttentionItem& found = shape.items[next_item];
+      next = kv_blocks(shape, phase.attention.layer, next_item, is_last ? 0 : head + 1);
+      num_next_keys = segments_[found.segment].start + found.row + found.num_rows;
+      if (num_next_keys > kMaxFetchBytes / (4 * shape.head_dim)) num_next_keys = 0;
+    }
+    run_attention_head(phase, item, head, thread, next, num_next_keys);
+  }
+}
+
+void Executable::run_attention_head(const Phase& phase, int item_index, int head, int thread, const KvBlocks& next,
+                                    int32_t num_next_keys) {
+  const AttentionShape& shape = attention_shapes_[phase.attention_shape];
+  const AttentionItem& item = shape.items[item_index];
   const Segment& segment = segments_[item.segment];
-  const BlockTableView& table = batch_->tables[shape.group];
   const Buffer &q = buffers_[phase.attention.q], &out = buffers_[phase.attention.out];
   const int64_t row = segment.row0 + item.row, column = int64_t{head} * shape.query_heads * shape.head_dim;
-  const AttentionTask task{.cache = pool.layer(phase.attention.layer) + head * pool.head_stride,
-                           .block_stride = pool.block_stride,
-                           .block_ids = table.block_ids.data() + table.offsets[segment.sequence],
+  const AttentionTask task{.blocks = kv_blocks(shape, phase.attention.layer, item_index, head),
+                           .block_stride = groups_[shape.group].block_stride,
                            .block_size = block_size_,
                            .head_dim = shape.head_dim,
                            .group = shape.query_heads,
@@ -462,7 +489,9 @@ void Executable::run_attention(const Phase& phase, int chunk, int thread) {
                            .q = q.data + row * q.ld + column,
                            .ld_q = q.ld,
                            .out = out.data + row * out.ld + column,
-                           .ld_out = out.ld};
+                           .ld_out = out.ld,
+                           .next = next,
+                           .num_next_keys = item.is_shared ? 0 : num_next_keys};
   if (!item.is_shared) return kernels_.attention(task, nullptr, scratch_[thread].get());
   const int64_t head_floats =
       int64_t{item.num_splits} * shape.query_heads * kernels_.attention_state_floats(shape.head_dim);

@@ -144,6 +144,7 @@ class Executable {
   struct AttentionShape {
     int group, num_kv_heads, query_heads, head_dim;
     std::vector<AttentionItem> items;
+    int heads_per_chunk = 1;  // this pass
   };
 
   void check_batch(const ForwardBatch& batch) const;
@@ -156,6 +157,9 @@ class Executable {
   void run_rows(const Phase& phase, int row0, int row1);
   void run_product(const Phase& phase, int chunk, int num_rows);
   void run_attention(const Phase& phase, int chunk, int thread);
+  void run_attention_head(const Phase& phase, int item, int head, int thread, const KvBlocks& next,
+                          int32_t num_next_keys);
+  KvBlocks kv_blocks(const AttentionShape& shape, int layer, int item, int head) const;
   void embed(const Embedding& embedding, const Buffer& out, int row0, int row1);
   RowsView view(int buffer) const { return {buffers_[buffer].data, buffers_[buffer].ld, buffers_[buffer].width}; }
   Activations activations(int buffer) const;

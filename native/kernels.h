@@ -80,12 +80,17 @@ struct KvSlot {
 
 constexpr int kKeySplit = 512;  // positions whose softmax is computed apart and then merged, in order
 
+// Keys and values of a sequence, for one layer and KV head.
+struct KvBlocks {
+  const uint16_t* cache;  // this layer and KV head in block 0
+  const int32_t* block_ids;
+};
+
 // Attention of num_rows rows of one sequence, at consecutive positions from `start`, for the `group` query heads that
 // read one KV head.
 struct AttentionTask {
-  const uint16_t* cache;  // this layer and KV head in block 0
-  int64_t block_stride;   // f16s between blocks
-  const int32_t* block_ids;
+  KvBlocks blocks;
+  int64_t block_stride;  // f16s between blocks
   int32_t block_size, head_dim, group;
   int32_t start, num_rows;
   int32_t split_begin, split_end;  // splits [0, ceil((start + num_rows) / kKeySplit)), or a part of them
@@ -94,6 +99,8 @@ struct AttentionTask {
   int64_t ld_q;
   float* out;
   int64_t ld_out;
+  KvBlocks next;          // what this thread attends to next,
+  int32_t num_next_keys;  // and how much of it is worth fetching now
 };
 
 struct Kernels {

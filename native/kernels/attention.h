@@ -22,13 +22,20 @@ inline F32x8 load_wide(const float* p) { return load_f32(p); }
 inline F32x8 load_wide(const uint16_t* p) { return load_f16(p); }
 
 // Where a tile's keys and values are: k[i][d * ld_k ..] holds entry d of keys 8i..8i+7, v[i][j * ld_v ..] the values of
-// key 8i+j.
+// key 8i+j. While they are read, what lies in the same way at next_k and next_v is fetched: prefetches spread over the
+// arithmetic wait for memory beside it, those of a whole tile at once before it.
 template <class T>
 struct KeyTile {
   const T* k[kTileVectors];
   const T* v[kTileVectors];
+  const T* next_k[kTileVectors];
+  const T* next_v[kTileVectors];
   int64_t ld_k, ld_v;
 };
+constexpr int kLineVectors = 4;  // vectors of 8 f16s in a cache line
+
+template <class T>
+constexpr bool is_fetched_ahead = sizeof(T) == sizeof(uint16_t);  // a widened tile is in the caches
 
 template <int N>
 struct Count {
@@ -42,23 +49,49 @@ struct Queries {
   Queries from(int pair) const { return {data + pair, ld}; }
 };
 
+// acc[r][c] += row(r) * column(c). The side with fewer vectors stays in registers, so that 12 sums, its vectors and one
+// of the other side are all there is.
+template <int R, int C, class Row, class Column>
+inline void multiply_add(Row&& row, Column&& column, F32x8 (&acc)[R][C]) {
+  if constexpr (C <= R) {
+    F32x8 columns[C];
+    ROPEWAY_UNROLL
+    for (int c = 0; c < C; ++c) columns[c] = column(c);
+    ROPEWAY_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F32x8 x = row(r);
+      ROPEWAY_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] = fma(x, columns[c], acc[r][c]);
+    }
+  } else {
+    F32x8 rows[R];
+    ROPEWAY_UNROLL
+    for (int r = 0; r < R; ++r) rows[r] = row(r);
+    ROPEWAY_UNROLL
+    for (int c = 0; c < C; ++c) {
+      const F32x8 x = column(c);
+      ROPEWAY_UNROLL
+      for (int r = 0; r < R; ++r) acc[r][c] = fma(rows[r], x, acc[r][c]);
+    }
+  }
+}
+
+// Scores of R pairs with the keys of vectors [first, first + C), to s[r][..].
 template <int R, int C, class T>
-inline void score_vectors(Queries q, int head_dim, const T* const* k, int64_t ld_k, float* s) {
+inline void score_vectors(Queries q, int head_dim, const KeyTile<T>& tile, int first, float* s) {
+  const T *const *k = tile.k + first, *const *next = tile.next_k + first;
+  const int64_t ld_k = tile.ld_k;
   F32x8 acc[R][C];
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
   for (int c = 0; c < C; ++c) acc[r][c] = zero_f32();
   const float* x = q.data;
   for (int d = 0; d < head_dim; ++d, x += q.ld) {
-    F32x8 key[C];
-    ROPEWAY_UNROLL
-    for (int c = 0; c < C; ++c) key[c] = load_wide(k[c] + d * ld_k);
-    ROPEWAY_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const F32x8 entry = broadcast_f32(x + r);
-      ROPEWAY_UNROLL
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(entry, key[c], acc[r][c]);
-    }
+    // A line holds two entries or more of 16 keys in blocks of 16: vectors 0 and 2 take turns.
+    if constexpr (is_fetched_ahead<T>)
+      for (int c = d % 2 * 2; c < C; c += kLineVectors) prefetch(next[c] + d * ld_k);
+    multiply_add<R, C>([&](int r) { return broadcast_f32(x + r); }, [&](int c) { return load_wide(k[c] + d * ld_k); },
+                       acc);
   }
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
@@ -67,8 +100,9 @@ inline void score_vectors(Queries q, int head_dim, const T* const* k, int64_t ld
 
 // Adds weighted values to columns [col, col + 8C) of R states, after decaying what is there.
 template <int R, int C, class T>
-inline void mix_vectors(const float* p, int num_keys, const T* const* v, int64_t ld_v, int col, float* states,
-                        int64_t stride, int at_decay) {
+inline void mix_vectors(const float* p, int num_keys, const KeyTile<T>& tile, int col, float* states, int64_t stride,
+                        int at_decay) {
+  const int64_t ld_v = tile.ld_v;
   F32x8 acc[R][C];
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -76,49 +110,69 @@ inline void mix_vectors(const float* p, int num_keys, const T* const* v, int64_t
     ROPEWAY_UNROLL
     for (int c = 0; c < C; ++c) acc[r][c] = mul(load_f32(states + r * stride + col + c * kLanes), decay);
   }
-  for (int key0 = 0; key0 < num_keys; key0 += kLanes) {
-    const T* row = v[key0 / kLanes] + col;
-    const int n = num_keys - key0 < kLanes ? num_keys - key0 : kLanes;
-    for (int j = 0; j < n; ++j, row += ld_v) {
-      F32x8 value[C];
-      ROPEWAY_UNROLL
-      for (int c = 0; c < C; ++c) value[c] = load_wide(row + c * kLanes);
-      ROPEWAY_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const F32x8 x = broadcast_f32(p + r * kKeyTile + key0 + j);
-        ROPEWAY_UNROLL
-        for (int c = 0; c < C; ++c) acc[r][c] = fma(x, value[c], acc[r][c]);
-      }
+  const auto take = [&](const T* row, int key) {
+    multiply_add<R, C>([&](int r) { return broadcast_f32(p + r * kKeyTile + key); },
+                       [&](int c) { return load_wide(row + c * kLanes); }, acc);
+  };
+  int key = 0;
+  for (; key + kLanes <= num_keys; key += kLanes) {
+    const T *row = tile.v[key / kLanes] + col, *next = tile.next_v[key / kLanes] + col;
+    ROPEWAY_UNROLL
+    for (int j = 0; j < kLanes; ++j, row += ld_v, next += ld_v) {
+      if constexpr (is_fetched_ahead<T>)
+        for (int c = 0; c < C; c += kLineVectors) prefetch(next + c * kLanes);
+      take(row, key + j);
     }
   }
+  if (key < num_keys)
+    for (const T* row = tile.v[key / kLanes] + col; key < num_keys; ++key, row += ld_v) take(row, key);
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
   for (int c = 0; c < C; ++c) store_f32(states + r * stride + col + c * kLanes, acc[r][c]);
 }
 
-// s[64] holds the scores (in powers of two) of a tile's first num_keys keys, and receives their weights under the new
-// maximum. Returns what the sums so far must be multiplied by.
-inline float soften(float* s, int num_keys, float* lane_sums, float* maximum) {
+// s[R][64] holds the scores (in powers of two) of a tile's first num_keys keys, and receives their weights under the
+// new maxima; the sums, maxima and decays of the R states follow. One step after another for all pairs, so that the
+// chains of one pair wait beside those of the others.
+template <int R>
+inline void soften(float* s, int num_keys, float* sums, int64_t stride) {
   const int num_vectors = (num_keys + kLanes - 1) / kLanes, rest = num_keys % kLanes;
-  if (rest) {
-    float* last = s + (num_vectors - 1) * kLanes;
-    store_f32(last, first_lanes(load_f32(last), rest, set_f32(kNoKeys)));
+  float fall[kLanes] = {};  // old maximum - new maximum
+  for (int r = 0; r < R; ++r) {
+    float* row = s + r * kKeyTile;
+    if (rest) {
+      float* last = row + (num_vectors - 1) * kLanes;
+      store_f32(last, first_lanes(load_f32(last), rest, set_f32(kNoKeys)));
+    }
+    F32x8 top = load_f32(row);
+    for (int c = 1; c < num_vectors; ++c) top = max_f32(top, load_f32(row + c * kLanes));
+    const float tile_maximum = reduce_max_f32(top), maximum = sums[r * stride + kMaximumAt];
+    const float new_maximum = tile_maximum > maximum ? tile_maximum : maximum;
+    fall[r] = maximum - new_maximum;
+    sums[r * stride + kMaximumAt] = new_maximum;
   }
-  F32x8 top = load_f32(s);
-  for (int c = 1; c < num_vectors; ++c) top = max_f32(top, load_f32(s + c * kLanes));
-  const float tile_maximum = reduce_max_f32(top);
-  const float new_maximum = tile_maximum > *maximum ? tile_maximum : *maximum;
-  const F32x8 decay = exp2_f32(set_f32(*maximum - new_maximum)), shift = set_f32(new_maximum);
-  F32x8 sums = mul(load_f32(lane_sums), decay);
-  for (int c = 0; c < num_vectors; ++c) {
-    F32x8 weight = exp2_f32(sub(load_f32(s + c * kLanes), shift));
-    if (rest && c == num_vectors - 1) weight = first_lanes(weight, rest, zero_f32());
-    store_f32(s + c * kLanes, weight);
-    sums = add(sums, weight);
+  float decay[kLanes];
+  store_f32(decay, exp2_f32_below(load_f32(fall)));
+  for (int r = 0; r < R; ++r) {
+    float* row = s + r * kKeyTile;
+    const F32x8 shift = set_f32(sums[r * stride + kMaximumAt]);
+    F32x8 total = mul(load_f32(sums + r * stride), set_f32(decay[r]));
+    const auto weigh = [&](int c) { return exp2_f32_below(sub(load_f32(row + c * kLanes), shift)); };
+    const auto take = [&](int c, F32x8 weight) {
+      store_f32(row + c * kLanes, weight);
+      total = add(total, weight);
+    };
+    if (num_vectors == kTileVectors && !rest) {
+      ROPEWAY_UNROLL
+      for (int c = 0; c < kTileVectors; ++c) take(c, weigh(c));
+    } else {
+      for (int c = 0; c < num_vectors - (rest != 0); ++c) take(c, weigh(c));
+      if (rest) take(num_vectors - 1, first_lanes(weigh(num_vectors - 1), rest, zero_f32()));
+    }
+    float* out = sums + r * stride;
+    store_f32(out, total);
+    out[kDecayAt] = decay[r];
   }
-  store_f32(lane_sums, sums);
-  *maximum = new_maximum;
-  return first_lane(decay);
 }
 
 // Columns of registers for R rows: enough independent chains to fill two multiply-add pipes, few enough for the
@@ -167,18 +221,14 @@ void attend_pairs(Queries q, int num_pairs, int head_dim, const KeyTile<T>& tile
   for_pairs(num_pairs, [&](auto rows, int first) {
     constexpr int R = decltype(rows)::value;
     for_columns<chain_columns(R)>(num_vectors, 0, [&](auto columns, int c) {
-      score_vectors<R, decltype(columns)::value>(q.from(first), head_dim, tile.k + c, tile.ld_k,
-                                                 s + first * kKeyTile + c * kLanes);
+      score_vectors<R, decltype(columns)::value>(q.from(first), head_dim, tile, c, s + first * kKeyTile + c * kLanes);
     });
-    for (int pair = first; pair < first + R; ++pair) {
-      float* sums = states + pair * stride + at_sums;
-      sums[kDecayAt] = soften(s + pair * kKeyTile, num_keys, sums, sums + kMaximumAt);
-    }
+    soften<R>(s + first * kKeyTile, num_keys, states + first * stride + at_sums, stride);
   });
   for_pairs(num_pairs, [&](auto rows, int first) {
     constexpr int R = decltype(rows)::value;
     for_columns<chain_columns(R)>(width, 0, [&](auto columns, int c) {
-      mix_vectors<R, decltype(columns)::value>(s + first * kKeyTile, num_keys, tile.v, tile.ld_v, c * kLanes,
+      mix_vectors<R, decltype(columns)::value>(s + first * kKeyTile, num_keys, tile, c * kLanes,
                                                states + first * stride, stride, at_sums + kDecayAt);
     });
   });
@@ -201,35 +251,43 @@ void attend_rows(const AttentionTask& task, Queries q, int first_row, int tile_s
   }
 }
 
-inline KeyTile<uint16_t> find_tile(const AttentionTask& task, int tile_start, int num_vectors) {
+// Calls found(vector, keys, values) for the vectors of 8 keys from tile_start that begin before end.
+template <class Found>
+inline void find_vectors(const AttentionTask& task, const KvBlocks& blocks, int tile_start, int end, Found&& found) {
   const int padded = (task.head_dim + 7) / 8 * 8;
-  KeyTile<uint16_t> tile{{}, {}, task.block_size, padded};
-  for (int c = 0; c < num_vectors; ++c) {
-    const int position = tile_start + c * kLanes, slot = position % task.block_size;
-    const uint16_t* block = task.cache + task.block_ids[position / task.block_size] * task.block_stride;
-    tile.k[c] = block + slot;
-    tile.v[c] = block + task.head_dim * task.block_size + slot * padded;
+  int position = tile_start;
+  for (int c = 0; c < kTileVectors && position < end; ++c, position += kLanes) {
+    const int slot = position % task.block_size;
+    const uint16_t* block = blocks.cache + blocks.block_ids[position / task.block_size] * task.block_stride;
+    found(c, block + slot, block + task.head_dim * task.block_size + slot * padded);
   }
-  return tile;
 }
 
-// Asks for the blocks of the tile at tile_start ahead of their use: they lie apart, so no hardware prefetcher finds
-// them.
-inline void prefetch_tile(const AttentionTask& task, int tile_start, int end) {
-  if (task.block_size > kKeyTile) return;  // long runs, which a hardware prefetcher follows
-  const int block_bytes = (task.head_dim + (task.head_dim + 7) / 8 * 8) * task.block_size * 2;
-  if (tile_start + kKeyTile < end) end = tile_start + kKeyTile;
-  for (int position = tile_start; position < end; position += task.block_size) {
-    const uint16_t* block = task.cache + task.block_ids[position / task.block_size] * task.block_stride;
-    const char* bytes = reinterpret_cast<const char*>(block);
-    for (int i = 0; i < block_bytes; i += 64) prefetch(bytes + i);
-  }
+// The tile at tile_start, of keys before end, and what to fetch beside it: the same tile of what the thread attends to
+// next while that fits the second-level cache, or the tile after this one.
+inline KeyTile<uint16_t> find_tile(const AttentionTask& task, int tile_start, int end) {
+  KeyTile<uint16_t> tile;
+  tile.ld_k = task.block_size;
+  tile.ld_v = (task.head_dim + 7) / 8 * 8;
+  find_vectors(task, task.blocks, tile_start, end, [&](int c, const uint16_t* k, const uint16_t* v) {
+    tile.k[c] = tile.next_k[c] = k;
+    tile.v[c] = tile.next_v[c] = v;
+  });
+  const auto fetch = [&](int c, const uint16_t* k, const uint16_t* v) {
+    tile.next_k[c] = k;
+    tile.next_v[c] = v;
+  };
+  if (task.num_next_keys > 0)
+    find_vectors(task, task.next, tile_start, task.num_next_keys, fetch);
+  else
+    find_vectors(task, task.blocks, tile_start + kKeyTile, task.start + task.num_rows, fetch);
+  return tile;
 }
 
 // The tile as float32: keys [head_dim][64], then values [64][padded head_dim].
 inline KeyTile<float> widen_tile(const KeyTile<uint16_t>& from, int head_dim, int num_vectors, float* out) {
   const int padded = (head_dim + 7) / 8 * 8;
-  KeyTile<float> tile{{}, {}, kKeyTile, padded};
+  KeyTile<float> tile{{}, {}, {}, {}, kKeyTile, padded};
   float* values = out + head_dim * kKeyTile;
   for (int c = 0; c < num_vectors; ++c) {
     tile.k[c] = out + c * kLanes;
@@ -261,11 +319,10 @@ void attend_split(const AttentionTask& task, int split, Queries q, float* states
     const int num_keys = end - tile_start < kKeyTile ? end - tile_start : kKeyTile;
     const int num_vectors = (num_keys + kLanes - 1) / kLanes;
     const int first_row = tile_start > task.start ? tile_start - task.start : 0;
-    const KeyTile<uint16_t> tile = find_tile(task, tile_start, num_vectors);
+    const KeyTile<uint16_t> tile = find_tile(task, tile_start, end);
     if ((task.num_rows - first_row) * task.group > kMaxTogether) {
       attend_rows(task, q, first_row, tile_start, widen_tile(tile, task.head_dim, num_vectors, wide), states, s);
     } else {
-      prefetch_tile(task, tile_start + kKeyTile, end);
       attend_rows(task, q, first_row, tile_start, tile, states, s);
     }
   }
