@@ -5,16 +5,20 @@
 * A buffer is quantised once after it was written, in the phase that wrote it where that is a rows phase, however many
   linears read it.
 * The bias of a linear is added at the start of the next rows phase.
+* Rows whose logits nobody wants leave right after the last attention.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from ropeway.model.program import Attention, Linear, Logits, Op, Program, Rope, SelectRows, Weight
+from ropeway.model.program import Add, Attention, GatedAct, Linear, Logits, Norm, Op, Program, Rope, SelectRows, Weight
 
+_NOT_READ = frozenset({"out", "act", "pairing"})  # of the fields of ops that are strings
 LOGITS = "logits"  # the buffer of the result; not a name of the Program's
 
 
@@ -101,6 +105,56 @@ def lower(program: Program, quantised_weights: AbstractSet[str]) -> tuple[Phase,
     return lowering.finish()
 
 
+def select_early(program: Program) -> Program:
+    """The same results with the rows selected before the last ops that work on each row alone.
+
+    No later token reads what those compute for the others: in a transformer, all of the last layer after attention.
+    """
+    ends = [i for i, op in enumerate(program.ops) if isinstance(op, SelectRows)]
+    if len(ends) != 1:
+        return program
+    end, start = ends[0], ends[0]
+    while start > 0 and isinstance(program.ops[start - 1], Linear | Norm | GatedAct | Add):
+        start -= 1
+    select = program.ops[end]
+    assert isinstance(select, SelectRows)
+    tail = program.ops[start:end]
+    if not tail:
+        return program
+    written: set[str] = set()
+    brought: dict[str, str] = {}  # buffers with rows of before -> what holds the selected ones
+    for op in (*tail, select):
+        brought |= {name: f"{name}.selected" for name in _reads(op) - written}
+        written.add(_written_by(op))
+    rest = program.ops[end + 1 :]
+    last = brought.get(select.x, select.x)
+    stale = (brought.keys() | written) - {select.out}  # what ops after may not read before they write it
+    for op in rest:
+        if _reads(op) & stale or _written_by(op) == last:
+            return program
+        stale.discard(_written_by(op))
+    selects = [SelectRows(out, name) for name, out in sorted(brought.items())]
+    renamed = [_renamed(op, brought) for op in tail]
+    ops = (*program.ops[:start], *selects, *renamed, *(_renamed(op, {select.out: last}) for op in rest))
+    widths = {out: program.buffers[name] for name, out in brought.items()}
+    return replace(program, ops=ops, buffers={**program.buffers, **widths})
+
+
+def _reads(op: Op) -> set[str]:
+    return {value for f in fields(op) if f.name not in _NOT_READ and isinstance(value := getattr(op, f.name), str)}
+
+
+def _written_by(op: Op) -> str:
+    return op.x if isinstance(op, Rope) else getattr(op, "out", "")
+
+
+def _renamed(op: Op, names: Mapping[str, str]) -> Op:
+    found: dict[str, Any] = {
+        f.name: names[value] for f in fields(op) if isinstance(value := getattr(op, f.name), str) and value in names
+    }
+    return replace(op, **found)
+
+
 def rope_table(op: Rope) -> RopeTable:
     """The table that `op` turns by."""
     return RopeTable(op.rotary_dim, op.base, op.freq_factors, op.position_divisor)
@@ -121,9 +175,10 @@ class _Lowering:
         self._written(getattr(op, "out", None) or getattr(op, "x", None))
 
     def select_rows(self, op: SelectRows) -> None:
-        self._close_rows()
-        self.is_selected = True
-        self.quantised.clear()  # views of the rows before
+        if not self.is_selected:
+            self._close_rows()
+            self.is_selected = True
+            self.quantised.clear()  # views of the rows before
         self.add_row_op(op)
 
     def add_linear(self, x: str, weight: Weight, out: str, bias: Weight | None) -> None:

@@ -26,6 +26,7 @@ from ropeway.backends.lowering import (
     Turns,
     lower,
     rope_table,
+    select_early,
 )
 from ropeway.errors import ConfigError, OutOfMemoryError, UnsupportedIsaError
 from ropeway.model.program import Add, CacheGroup, Embed, GatedAct, KvWrite, Norm, Program, Rope, SelectRows, Weight
@@ -70,7 +71,7 @@ class NativeBackend:
         self._pool = _native.ThreadPool(num_threads or _native.available_cpus())
         self._executable = _native.Executable(self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks)
         self._sampler = _native.Sampler(self._pool, program.vocab_size, isa)
-        _Builder(self._executable, program, tensors).build()
+        _Builder(self._executable, select_early(program), tensors).build()
         _release_file_pages(tensors.values())
 
     @property
