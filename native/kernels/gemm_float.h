@@ -27,6 +27,7 @@ struct GemmFloat {
   using Panel = SourceF32;
   static constexpr int kStepInputs = 1;
   static constexpr int kPanelSteps = 256;  // 16 KB
+  static constexpr int kRows = kTileRows;
   static constexpr int kDirectRows = 2;
 
   static void unpack(const uint8_t* packed, int count, uint8_t* panel) {

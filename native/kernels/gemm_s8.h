@@ -32,6 +32,7 @@ struct GemmS8 {
   using Panel = PanelS8;
   static constexpr int kStepInputs = kGroup;
   static constexpr int kPanelSteps = 12;  // 13 KB
+  static constexpr int kRows = kTileRows;
   static constexpr int kDirectRows = 2;
 
   static void unpack(const uint8_t* packed, int count, uint8_t* panel) {
@@ -55,6 +56,7 @@ struct GemmS8 {
     const WideGroup* groups = a.wide + size_t(row) * num_groups + steps.begin;
     for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, groups++) {
       const Source w{weights};
+      if constexpr (is_same<Source, Packed>) prefetch_ahead<Source>(weights);
       Bits256 s[Rows][2];
       ROPEWAY_UNROLL
       for (int p = 0; p < 16; p++) {

@@ -49,7 +49,9 @@ struct GemmU4 {
   using Panel = PanelU4;
   static constexpr int kStepInputs = kGroup;
   static constexpr int kPanelSteps = 16;  // 10 KB
-  static constexpr int kDirectRows = 4;
+  // With 6 rows, twelve first halves go to memory: 4 to 8 % slower.
+  static constexpr int kRows = kTileRows < 4 ? kTileRows : 4;
+  static constexpr int kDirectRows = 8;
 
   static void unpack(const uint8_t* packed, int count, uint8_t* panel) {
     for (int g = 0; g < count; g++, packed += Packed::kStepBytes, panel += Panel::kStepBytes) {
@@ -109,6 +111,7 @@ struct GemmU4 {
     const CodedGroup* groups = a.coded + size_t(row) * num_groups + steps.begin;
     for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, groups++) {
       const Source w{weights};
+      if constexpr (is_same<Source, Packed>) prefetch_ahead<Source>(weights);
       Bits256 first[Rows][2], second[Rows][2];  // the first go to memory: the registers belong to the second
       multiply_half(w, 0, groups, num_groups, first);
       multiply_half(w, 1, groups, num_groups, second);
