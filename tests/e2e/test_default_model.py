@@ -24,7 +24,7 @@ async def ask_alone_and_together(url: str) -> None:
 
         async def ask(question: str, **parameters: Any) -> str:
             messages: Any = [{"role": "user", "content": question}]
-            answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=24, **parameters)
+            answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=16, **parameters)
             return answer.choices[0].message.content or ""
 
         alone = [await ask(question, temperature=0) for question in QUESTIONS]
