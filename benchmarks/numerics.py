@@ -241,7 +241,7 @@ def main() -> int:
     )
     parser.add_argument("--without-peer", action="store_true", help="leave llama.cpp out")
     parser.add_argument(
-        "--peers", type=Path, default=Path("build/peers"), help="where the peers' environments are made"
+        "--peers", type=Path, default=Path(".cache/peers"), help="where the peers' environments are made"
     )
     parser.add_argument(
         "--directory", type=Path, default=Path("build/numerics"), help="where requantised files are made"
