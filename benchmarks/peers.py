@@ -112,7 +112,13 @@ def _document(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
         document: dict[str, Any] = orjson.loads(args.resume.read_bytes())
         return document, args.resume
     document = new_document(
-        "peers", {"seeds": args.seeds, "num_requests": args.num_requests, "settings": args.settings}
+        "peers",
+        {
+            "seeds": args.seeds,
+            "num_requests": args.num_requests,
+            "settings": args.settings,
+            "ropeway_options": args.ropeway_options,
+        },
     )
     return document | {"pairs": []}, result_path(document)
 
