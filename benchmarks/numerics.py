@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class LlamaCpp:
     """llama.cpp's server on one file: log-probabilities after a prompt, one request each, extending a cached prompt."""
 
     def __init__(self, port: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        self._port = port
 
     def top_logprobs(self, token_ids: Sequence[int]) -> tuple[np.ndarray, Float64Array]:
         """The NUM_PEER_LOGPROBS likeliest next tokens and their log-probabilities, before any sampling."""
@@ -102,9 +102,11 @@ class LlamaCpp:
             "cache_prompt": True,
             "id_slot": 0,
         }
-        self._connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
-        response = self._connection.getresponse()
-        answer = json.loads(response.read())
+        # It closes connections that it says it keeps, so each request has its own.
+        with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)) as connection:
+            connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = json.loads(response.read())
         if response.status != 200:
             raise RuntimeError(f"llama.cpp answered {response.status}: {answer}")
         top = answer["completion_probabilities"][0]["top_logprobs"]
