@@ -36,9 +36,9 @@ format: ## rewrite sources in the house format
 
 oracle: ## derive the goldens again with transformers and llama.cpp, and compare (ARGS=--write replaces them); needs 2 GB for torch
 	@test -f build/oracle/.stamp || { python3 -m venv build/oracle && build/oracle/bin/pip install --quiet -r benchmarks/oracle-requirements.txt && touch build/oracle/.stamp; }
-	@PYTHONPATH=src:tests scripts/env.sh build/oracle/bin/python benchmarks/oracle.py $(ARGS)
+	@PYTHONPATH=src:tests scripts/env.sh build/oracle/bin/python -P benchmarks/oracle.py $(ARGS)
 	@test -f build/tokenizer-oracle/.stamp || { python3 -m venv build/tokenizer-oracle && build/tokenizer-oracle/bin/pip install --quiet -r benchmarks/tokenizer-oracle-requirements.txt && touch build/tokenizer-oracle/.stamp; }
-	@PYTHONPATH=src:tests scripts/env.sh build/tokenizer-oracle/bin/python benchmarks/tokenizer_oracle.py $(ARGS)
+	@PYTHONPATH=src:tests scripts/env.sh build/tokenizer-oracle/bin/python -P benchmarks/tokenizer_oracle.py $(ARGS)
 
 evidence-numerics: ## native against float32 over the texts of benchmarks/texts, and against llama.cpp (about 15 minutes)
 	@scripts/setup.sh dev

@@ -57,7 +57,7 @@ class FakePaddock:
 
 def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
     fields = {"rows": ["c8"], "peers": ["llama-q4_0"], "seeds": [0, 1, 2], "num_requests": None, "settings": {}}
-    return argparse.Namespace(**(fields | {"resume": None} | changes))
+    return argparse.Namespace(**(fields | {"resume": None, "ropeway_options": "--max-num-seqs 8"} | changes))
 
 
 @pytest.fixture
@@ -80,6 +80,7 @@ def test_pairs_alternate_and_are_all_kept(tmp_path: Path, results: Path, capsys:
     assert document["pairs"][1]["order"] == ["llama-q4_0", "ropeway"]
     assert document["pairs"][0]["num_requests"] == 64
     assert document["pairs"][0]["ropeway_run"]["disturbed_share"] == 0.25
+    assert document["options"]["ropeway_options"] == "--max-num-seqs 8"
     assert len(document["commit"]) == 40 and document["machine"]["num_cpus"] == os.cpu_count()
     table = capsys.readouterr().out
     assert "4.00–4.00 (3)" in table
