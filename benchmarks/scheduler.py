@@ -62,18 +62,18 @@ class Load:
         max_tokens = MAX_TOKENS // 4 + number * 37 % (MAX_TOKENS * 3 // 4)  # lengths differ, so ends are spread
         prompt = tuple(range(PROMPT_TOKENS - number * 13 % 128))
         params = SamplingParams(max_tokens=max_tokens)
-        self.scheduler.add(Request(str(number), prompt, params, max_tokens, 0, frozenset({0, 1})))
+        self.scheduler.add(Request(str(number), prompt, params, max_tokens, 0, frozenset({0, 1})), 0.0)
 
     def step(self) -> float:
         """Run one step; the seconds of processor time that plan and commit took."""
         start_s = time.thread_time()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(0.0)
         planned_s = time.thread_time()
         assert plan is not None
         sampled_ids = tuple(compress(plan.sequence_ids, plan.is_sampled))
         result = StepResult(plan.step_id, sampled_ids, tuple([2 + i % 1000 for i in sampled_ids]))
         computed_s = time.thread_time()
-        events = self.scheduler.commit(plan, result)
+        events = self.scheduler.commit(plan, result, 0.0)
         committed_s = time.thread_time()
         for event in events:
             if event.finish_reason:

@@ -181,7 +181,7 @@ def make_engine(backend: Backend, facts: EngineFacts, *, num_cache_groups: int =
         max_model_len=facts.max_model_len,
         num_cache_groups=num_cache_groups,
     )
-    return Engine(Scheduler(limits, kv, batching=batching), runner)
+    return Engine(Scheduler(limits, kv, batching=batching), runner, time.monotonic)
 
 
 class LLM:

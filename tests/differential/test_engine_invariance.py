@@ -4,6 +4,7 @@ the same bits alone and in batches, chunked and whole, preempted and not, on one
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,7 +108,9 @@ def serve(model: Model, requests: Sequence[Request], setting: Setting, isa: str 
     scheduler = Scheduler(
         limits, KVManager([setting.num_kv_blocks], 16), batching=ContinuousBatching(OptimisticAdmission())
     )
-    engine = Engine(scheduler, Runner(backend, max_num_seqs=setting.num_at_once, max_model_len=MAX_MODEL_LEN))
+    engine = Engine(
+        scheduler, Runner(backend, max_num_seqs=setting.num_at_once, max_model_len=MAX_MODEL_LEN), time.monotonic
+    )
     for request in requests:
         engine.submit(request)
     tokens: Tokens = {}

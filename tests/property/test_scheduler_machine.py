@@ -67,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.log: list[tuple[str, tuple[Any, ...], Any]] = []
         self.in_flight: StepPlan | None = None
         self.num_requests = 0
+        self.now_s = 0.0
 
     @initialize(shape=SHAPES)
     def start(self, shape: Shape) -> None:
@@ -91,19 +92,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if num_prompt_tokens + max_tokens > self.shape.num_blocks * self.shape.block_size:
             try:
-                self.scheduler.add(request)
+                self.scheduler.add(request, self.now_s)
             except RequestTooLargeError:
                 return
             raise AssertionError("what can never fit was accepted")
         self.num_requests += 1
-        self.model.add(self._call("add", request))
+        self.model.add(self._call("add", request, self.now_s))
 
     @precondition(lambda self: self.model.unfinished)
     @rule(data=st.data())
     def add_an_id_in_use(self, data: st.DataObject) -> None:
         track = data.draw(st.sampled_from(self.model.unfinished))
         try:
-            self.scheduler.add(make_request(track.sequence.request.request_id, 1, 1))
+            self.scheduler.add(make_request(track.sequence.request.request_id, 1, 1), self.now_s)
         except InvalidRequestError:
             return
         raise AssertionError("a request id in use was accepted")
@@ -113,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         had_work = bool(self.model.unfinished)
         assert self.scheduler.has_work == had_work
-        self.in_flight = self._call("plan")
+        self.in_flight = self._call("plan", self.now_s)
         assert (self.in_flight is not None) == had_work, "work, and none of it done"
         if self.in_flight is not None:
             self.model.apply(self.in_flight)
@@ -130,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stopped = [i for i, t in zip(drawn_ids, token_ids, strict=True) if t == STOP_TOKEN_ID]
         may_end = [t for i, t in self.model.tracks.items() if i in stopped and t.finish_reason is None]
         expected = [t for t in may_end if _num_generated(t) >= t.sequence.request.params.min_tokens]
-        self.model.take(self._call("commit", self.in_flight, result))
+        self.model.take(self._call("commit", self.in_flight, result, self.now_s))
         self.in_flight = None
         assert all(track.finish_reason == "stop" for track in expected), "a stop token did not end its sequence"
 
@@ -140,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if chance == 0:  # rarely: it ends everything that runs
             assert self.in_flight is not None
             failed_ids = self.in_flight.sequence_ids
-            self.model.take(self._call("fail", self.in_flight))
+            self.model.take(self._call("fail", self.in_flight, self.now_s))
             self.in_flight = None
             assert all(self.model.tracks[i].finish_reason for i in failed_ids)
 
@@ -169,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._drain()
         stats = self.scheduler.stats()
         assert stats.num_free_blocks == stats.num_blocks and not self.scheduler.has_work
-        self.model.add(self._call("add", make_request("last", 1, 1)) if self._fits_two_tokens else ())
+        self.model.add(self._call("add", make_request("last", 1, 1), self.now_s) if self._fits_two_tokens else ())
         self._drain()
         ended = [t for t in self.model.tracks.values() if t.sequence.request.request_id != "last"]
         assert all(t.is_forgotten for t in ended) or not self._fits_two_tokens, "the runner was not told to forget"
@@ -187,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = self.model.unfinished
         num_tokens = sum(t.sequence.max_num_tokens for t in unfinished)
         for _ in range((len(unfinished) + 1) * num_tokens):
-            plan = self._call("plan")
+            plan = self._call("plan", self.now_s)
             if plan is None:
                 break
             self.model.apply(plan)
@@ -197,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def commit_all(self, plan: StepPlan) -> None:
         ids = sampled_ids(plan)
-        self.model.take(self._call("commit", plan, StepResult(plan.step_id, ids, (1,) * len(ids))))
+        self.model.take(self._call("commit", plan, StepResult(plan.step_id, ids, (1,) * len(ids)), self.now_s))
 
     def _replay(self) -> None:
         """The same calls on a new scheduler have the same outcomes."""

@@ -54,9 +54,9 @@ def result_of(plan: StepPlan, token_id: int = 1) -> StepResult:
 
 
 def run_step(scheduler: Scheduler, token_id: int = 1) -> tuple[StepPlan, list[SequenceEvent]]:
-    plan = scheduler.plan()
+    plan = scheduler.plan(0.0)
     assert plan is not None
-    return plan, scheduler.commit(plan, result_of(plan, token_id))
+    return plan, scheduler.commit(plan, result_of(plan, token_id), 0.0)
 
 
 @dataclass

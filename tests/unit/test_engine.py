@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,7 +42,7 @@ class FailingBackend(FakeBackend):
 def make_engine(backend: FakeBackend, *, budget: int = 16, batching: Batching | None = None) -> Engine:
     limits = SchedulerLimits(4, budget, MAX_MODEL_LEN)
     scheduler = Scheduler(limits, KVManager([backend.num_kv_blocks], backend.block_size), batching=batching)
-    return Engine(scheduler, Runner(backend, max_num_seqs=4, max_model_len=MAX_MODEL_LEN))
+    return Engine(scheduler, Runner(backend, max_num_seqs=4, max_model_len=MAX_MODEL_LEN), time.monotonic)
 
 
 def make_request(number: int, *, stop_token_ids: frozenset[int] = frozenset(), **params: Any) -> Request:
@@ -149,7 +150,7 @@ def test_a_runner_that_will_not_take_a_request_leaves_it_unsubmitted() -> None:
 
     backend = FakeBackend(num_kv_blocks=9, block_size=4)
     scheduler = Scheduler(SchedulerLimits(4, 16, 36), KVManager([9], 4))
-    engine = Engine(scheduler, FullRunner(backend, max_num_seqs=4, max_model_len=36))
+    engine = Engine(scheduler, FullRunner(backend, max_num_seqs=4, max_model_len=36), time.monotonic)
     with pytest.raises(MemoryError):
         engine.submit(make_request(1, n=2))
     assert not engine.has_work

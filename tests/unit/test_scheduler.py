@@ -12,7 +12,8 @@ from ropeway.core.kv_manager import KVManager
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
 from ropeway.core.policy import FirstComeFirstServed
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
-from ropeway.core.sequence import Sequence, SequenceState
+from ropeway.core.sequence import Sequence, SequenceState, WaitingReason
+from ropeway.core.waiting_line import WaitingLine
 from ropeway.errors import ConfigError, InvalidRequestError, RequestTooLargeError
 from support.scheduling import STOP_TOKEN_ID, PlanModel, make_request, make_scheduler, result_of, run_step
 
@@ -25,7 +26,7 @@ def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
 
 def test_nothing_to_do() -> None:
     scheduler = make_scheduler()
-    assert not scheduler.has_work and scheduler.plan() is None
+    assert not scheduler.has_work and scheduler.plan(0.0) is None
 
 
 # -- the token budget --------------------------------------------------------------------------------------------------
@@ -33,10 +34,10 @@ def test_nothing_to_do() -> None:
 
 def test_decodes_first_then_running_prefills_then_boarding() -> None:
     scheduler = make_scheduler(budget=8)
-    scheduler.add(make_request("a", 4, 9))
-    scheduler.add(make_request("b", 12, 9))
+    scheduler.add(make_request("a", 4, 9), 0.0)
+    scheduler.add(make_request("b", 12, 9), 0.0)
     assert rows(run_step(scheduler)[0]) == [(0, 0, 4, True), (1, 0, 4, False)]
-    scheduler.add(make_request("c", 3, 9))
+    scheduler.add(make_request("c", 3, 9), 0.0)
     assert rows(run_step(scheduler)[0]) == [(0, 4, 1, True), (1, 4, 7, False)]
     assert rows(run_step(scheduler)[0]) == [(0, 5, 1, True), (1, 11, 1, True), (2, 0, 3, True)]
     assert rows(run_step(scheduler)[0]) == [(0, 6, 1, True), (1, 12, 1, True), (2, 3, 1, True)]
@@ -44,9 +45,9 @@ def test_decodes_first_then_running_prefills_then_boarding() -> None:
 
 def test_a_running_prefill_without_budget_has_no_row() -> None:
     scheduler = make_scheduler(budget=4, block_size=4)
-    scheduler.add(make_request("a", 4, 9))
-    scheduler.add(make_request("b", 10, 9))
-    scheduler.add(make_request("c", 2, 9))
+    scheduler.add(make_request("a", 4, 9), 0.0)
+    scheduler.add(make_request("b", 10, 9), 0.0)
+    scheduler.add(make_request("c", 2, 9), 0.0)
     run_step(scheduler)
     assert rows(run_step(scheduler)[0]) == [(0, 4, 1, True), (1, 0, 3, False)]
     assert rows(run_step(scheduler)[0]) == [(0, 5, 1, True), (1, 3, 3, False)]
@@ -56,14 +57,14 @@ def test_a_running_prefill_without_budget_has_no_row() -> None:
 
 def test_two_prefills_in_flight_and_the_older_goes_first() -> None:
     scheduler = make_scheduler(budget=6)
-    scheduler.add(make_request("a", 5, 9))
-    scheduler.add(make_request("b", 9, 9))
+    scheduler.add(make_request("a", 5, 9), 0.0)
+    scheduler.add(make_request("b", 9, 9), 0.0)
     run_step(scheduler)
     scheduler.abort("a")
-    scheduler.add(make_request("c", 9, 9))
+    scheduler.add(make_request("c", 9, 9), 0.0)
     assert rows(run_step(scheduler)[0]) == [(1, 1, 6, False)]
     assert rows(run_step(scheduler)[0]) == [(1, 7, 2, True), (2, 0, 4, False)]
-    scheduler.add(make_request("d", 9, 9))
+    scheduler.add(make_request("d", 9, 9), 0.0)
     assert rows(run_step(scheduler)[0]) == [(1, 9, 1, True), (2, 4, 5, True)]
 
 
@@ -71,14 +72,14 @@ def test_no_more_run_than_max_num_seqs_or_the_budget() -> None:
     for max_num_seqs, budget in ((3, 64), (8, 3)):
         scheduler = make_scheduler(max_num_seqs=max_num_seqs, budget=budget)
         for i in range(6):
-            scheduler.add(make_request(str(i), 1, 4))
+            scheduler.add(make_request(str(i), 1, 4), 0.0)
         plan, _ = run_step(scheduler)
         assert plan.sequence_ids == (0, 1, 2) and scheduler.stats().num_running == 3
 
 
 def test_the_n_sequences_of_a_request_run_side_by_side() -> None:
     scheduler = make_scheduler()
-    sequences = scheduler.add(make_request("a", 3, 2, n=3))
+    sequences = scheduler.add(make_request("a", 3, 2, n=3), 0.0)
     assert [(s.sequence_id, s.index) for s in sequences] == [(0, 0), (1, 1), (2, 2)]
     plan, events = run_step(scheduler)
     assert plan.sequence_ids == (0, 1, 2)
@@ -90,7 +91,7 @@ def test_the_n_sequences_of_a_request_run_side_by_side() -> None:
 
 def test_a_prompt_is_granted_whole_and_decoding_grows_block_by_block() -> None:
     scheduler = make_scheduler(block_size=4, budget=4)
-    scheduler.add(make_request("a", 7, 9))
+    scheduler.add(make_request("a", 7, 9), 0.0)
     granted = [len(run_step(scheduler)[0].grants[0].block_ids) for _ in range(8)]
     # steps: positions 0-3, 4-6, then 7, 8 (a new block), 9, 10, 11, 12 (a new block)
     assert granted == [2, 0, 0, 1, 0, 0, 0, 1]
@@ -100,8 +101,8 @@ def test_every_cache_group_is_granted_blocks_of_its_own_pool() -> None:
     limits = SchedulerLimits(8, 64, 1000)
     scheduler = Scheduler(limits, KVManager([10, 6], 4))
     assert scheduler.max_model_len == 24
-    scheduler.add(make_request("a", 4, 8))
-    scheduler.add(make_request("b", 5, 8))
+    scheduler.add(make_request("a", 4, 8), 0.0)
+    scheduler.add(make_request("b", 5, 8), 0.0)
     plan, _ = run_step(scheduler)
     assert [g.indptr for g in plan.grants] == [(0, 1, 3)] * 2 and [g.block_ids for g in plan.grants] == [(0, 1, 2)] * 2
     plan, _ = run_step(scheduler)
@@ -113,8 +114,8 @@ def test_every_cache_group_is_granted_blocks_of_its_own_pool() -> None:
 def test_the_watermark_is_kept_free_unless_nothing_runs() -> None:
     batching = ContinuousBatching(OptimisticAdmission(2))
     scheduler = make_scheduler(num_blocks=4, block_size=4, batching=batching)
-    scheduler.add(make_request("a", 12, 4))  # 3 of 4 blocks: fits although it leaves fewer than 2
-    scheduler.add(make_request("b", 1, 1))
+    scheduler.add(make_request("a", 12, 4), 0.0)  # 3 of 4 blocks: fits although it leaves fewer than 2
+    scheduler.add(make_request("b", 1, 1), 0.0)
     assert run_step(scheduler)[0].sequence_ids == (0,)
     assert run_step(scheduler)[0].sequence_ids == (0,)  # 1 block is free, and stays so
     scheduler.abort("a")
@@ -123,17 +124,17 @@ def test_the_watermark_is_kept_free_unless_nothing_runs() -> None:
 
 def test_nobody_overtakes_one_that_does_not_fit() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)
-    scheduler.add(make_request("a", 8, 4))
-    scheduler.add(make_request("large", 12, 4))
-    scheduler.add(make_request("small", 1, 1))
+    scheduler.add(make_request("a", 8, 4), 0.0)
+    scheduler.add(make_request("large", 12, 4), 0.0)
+    scheduler.add(make_request("small", 1, 1), 0.0)
     assert run_step(scheduler)[0].sequence_ids == (0,)
     assert scheduler.stats().num_waiting == 2
 
 
 def test_blocks_are_free_for_the_plan_after_the_last_token() -> None:
     scheduler = make_scheduler(num_blocks=2, block_size=4)
-    scheduler.add(make_request("a", 6, 2))
-    scheduler.add(make_request("b", 6, 2))
+    scheduler.add(make_request("a", 6, 2), 0.0)
+    scheduler.add(make_request("b", 6, 2), 0.0)
     run_step(scheduler)
     plan, events = run_step(scheduler)
     assert plan.sequence_ids == (0,) and events[0].finish_reason == "length"
@@ -141,17 +142,28 @@ def test_blocks_are_free_for_the_plan_after_the_last_token() -> None:
     assert plan.sequence_ids == (1,) and plan.finished_ids == (0,) and plan.grants[0].block_ids == (0, 1)
 
 
+def test_who_waits_knows_why() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=4, budget=8, max_num_seqs=2)
+    first, second = (scheduler.add(make_request(name, 10, 4), 0.0)[0] for name in "ab")
+    third = scheduler.add(make_request("c", 1, 1), 0.0)[0]
+    run_step(scheduler)
+    assert (second.waiting_reason, third.waiting_reason) == (WaitingReason.BUDGET, WaitingReason.POLICY)
+    run_step(scheduler)
+    assert (second.waiting_reason, third.waiting_reason) == (WaitingReason.CAPACITY, WaitingReason.POLICY)
+    assert first.state is SequenceState.RUNNING
+
+
 # -- preemption --------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_admitted_is_preempted_and_recomputed_in_its_place_in_line() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=2)
-    scheduler.add(make_request("a", 2, 6))
-    scheduler.add(make_request("b", 2, 6))
+    scheduler.add(make_request("a", 2, 6), 0.0)
+    scheduler.add(make_request("b", 2, 6), 0.0)
     run_step(scheduler)
     run_step(scheduler)  # both grow into their second block: the pool is full
     run_step(scheduler)
-    scheduler.add(make_request("c", 1, 1))
+    scheduler.add(make_request("c", 1, 1), 0.0)
     plan, _ = run_step(scheduler)
     assert plan.sequence_ids == (0,) and plan.preempted_ids == (1,)
     stats = scheduler.stats()
@@ -167,27 +179,27 @@ def test_the_last_admitted_is_preempted_and_recomputed_in_its_place_in_line() ->
 
 
 class LastComeFirstServed(FirstComeFirstServed):
-    def key(self, sequence: Sequence) -> int:
+    def rank(self, sequence: Sequence) -> float:
         return -sequence.sequence_id
 
 
-def test_the_first_in_policy_order_is_spared_though_admitted_last() -> None:
-    scheduler = make_scheduler(num_blocks=8, block_size=2, policy=LastComeFirstServed())
+def test_the_first_in_policy_order_is_spared_and_the_last_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=8, block_size=2, line=WaitingLine(LastComeFirstServed))
     for name in "abc":
-        scheduler.add(make_request(name, 4, 6))
+        scheduler.add(make_request(name, 4, 6), 0.0)
         run_step(scheduler)
     # the pool is full; a and c need a block
     plan, _ = run_step(scheduler)
-    assert plan.preempted_ids == (1,) and plan.sequence_ids == (0, 2)
-    scheduler.abort("a")
-    scheduler.add(make_request("d", 2, 6))
-    assert run_step(scheduler)[0].sequence_ids == (2, 1, 3)  # the preempted board before those who never ran
+    assert plan.preempted_ids == (0,) and plan.sequence_ids == (1, 2)
+    scheduler.abort("b")
+    scheduler.add(make_request("d", 2, 6), 0.0)
+    assert run_step(scheduler)[0].sequence_ids == (2, 3, 0)  # the preempted kept its place in line, the last
 
 
 def test_nobody_boards_in_a_step_that_preempts() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=2)
-    scheduler.add(make_request("a", 4, 6))
-    scheduler.add(make_request("b", 6, 4))
+    scheduler.add(make_request("a", 4, 6), 0.0)
+    scheduler.add(make_request("b", 6, 4), 0.0)
     run_step(scheduler)
     plan, _ = run_step(scheduler)
     assert plan.preempted_ids == (1,) and plan.sequence_ids == (0,)
@@ -197,7 +209,7 @@ def test_nobody_boards_in_a_step_that_preempts() -> None:
 def test_a_sequence_preempted_twice_counts_what_it_computed_twice() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=2, budget=5)
     model = PlanModel(num_blocks=4, block_size=2, num_groups=1, budget=5, max_num_seqs=8)
-    sequences = scheduler.add(make_request("a", 2, 6, n=3))
+    sequences = scheduler.add(make_request("a", 2, 6, n=3), 0.0)
     model.add(sequences)
     while scheduler.has_work:
         plan, events = run_step(scheduler)
@@ -213,7 +225,7 @@ def test_a_sequence_preempted_twice_counts_what_it_computed_twice() -> None:
 
 def test_a_stop_token_ends_a_sequence() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 3, 9))
+    scheduler.add(make_request("a", 3, 9), 0.0)
     assert run_step(scheduler)[1] == [SequenceEvent("a", 0, (1,), None)]
     assert run_step(scheduler, STOP_TOKEN_ID)[1] == [SequenceEvent("a", 0, (STOP_TOKEN_ID,), "stop")]
     assert not scheduler.has_work
@@ -221,7 +233,7 @@ def test_a_stop_token_ends_a_sequence() -> None:
 
 def test_a_stop_token_ends_nothing_before_min_tokens() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 3, 9, min_tokens=2))
+    scheduler.add(make_request("a", 3, 9, min_tokens=2), 0.0)
     reasons = [run_step(scheduler, STOP_TOKEN_ID)[1][0].finish_reason for _ in range(3)]
     assert reasons == [None, None, "stop"]
 
@@ -229,26 +241,26 @@ def test_a_stop_token_ends_nothing_before_min_tokens() -> None:
 def test_the_last_token_ends_by_length_unless_it_stops() -> None:
     for token_id, reason in ((1, "length"), (STOP_TOKEN_ID, "stop")):
         scheduler = make_scheduler()
-        scheduler.add(make_request("a", 3, 2))
+        scheduler.add(make_request("a", 3, 2), 0.0)
         run_step(scheduler)
         assert run_step(scheduler, token_id)[1][0].finish_reason == reason
 
 
 def test_abort_ends_all_that_is_unfinished_of_a_request_once() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
-    scheduler.add(make_request("a", 3, 9, n=3))
+    scheduler.add(make_request("a", 3, 9, n=3), 0.0)
     run_step(scheduler)
     scheduler.stop("a", 1)
     assert scheduler.abort("a") == [SequenceEvent("a", 0, (), "abort"), SequenceEvent("a", 2, (), "abort")]
     assert scheduler.abort("a") == [] and scheduler.abort("unknown") == []
-    assert scheduler.stats().num_used_blocks == 0 and scheduler.plan() is None
+    assert scheduler.stats().num_used_blocks == 0 and scheduler.plan(0.0) is None
     assert scheduler.stats().num_finished == {"stop": 1, "length": 0, "abort": 2, "error": 0}
 
 
 def test_a_recompute_is_chunked_and_samples_at_its_end() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=2, budget=4)
-    scheduler.add(make_request("a", 2, 6))
-    scheduler.add(make_request("b", 2, 6))
+    scheduler.add(make_request("a", 2, 6), 0.0)
+    scheduler.add(make_request("b", 2, 6), 0.0)
     plans = []
     while scheduler.has_work:
         plans.append(run_step(scheduler)[0])
@@ -259,8 +271,8 @@ def test_a_recompute_is_chunked_and_samples_at_its_end() -> None:
 
 def test_abort_of_a_preempted_sequence() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=2)
-    scheduler.add(make_request("a", 4, 6))
-    scheduler.add(make_request("b", 6, 4))
+    scheduler.add(make_request("a", 4, 6), 0.0)
+    scheduler.add(make_request("b", 6, 4), 0.0)
     run_step(scheduler)
     run_step(scheduler)
     assert scheduler.stats().num_preempted == 1
@@ -272,18 +284,18 @@ def test_abort_of_a_preempted_sequence() -> None:
 @pytest.mark.parametrize("end", [lambda s: s.abort("a"), lambda s: s.stop("a", 0)])
 def test_late_results_of_an_ended_sequence_are_dropped(end: Callable[[Scheduler], list[SequenceEvent]]) -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 3, 9))
-    scheduler.add(make_request("b", 3, 9))
-    plan = scheduler.plan()
+    scheduler.add(make_request("a", 3, 9), 0.0)
+    scheduler.add(make_request("b", 3, 9), 0.0)
+    plan = scheduler.plan(0.0)
     assert plan is not None and len(end(scheduler)) == 1
     assert scheduler.stats().num_used_blocks == 1  # those of a are free at once
-    assert scheduler.commit(plan, result_of(plan)) == [SequenceEvent("b", 0, (1,), None)]
+    assert scheduler.commit(plan, result_of(plan), 0.0) == [SequenceEvent("b", 0, (1,), None)]
     assert run_step(scheduler)[0].finished_ids == (0,)
 
 
 def test_stop_ends_one_sequence() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 3, 9, n=2))
+    scheduler.add(make_request("a", 3, 9, n=2), 0.0)
     run_step(scheduler)
     assert scheduler.stop("a", 1) == [SequenceEvent("a", 1, (), "stop")]
     assert scheduler.stop("a", 1) == [] and scheduler.stop("a", 7) == [] and scheduler.stop("unknown", 0) == []
@@ -293,10 +305,10 @@ def test_stop_ends_one_sequence() -> None:
 def test_a_failed_row_ends_alone() -> None:
     scheduler = make_scheduler()
     for name in "abc":
-        scheduler.add(make_request(name, 3, 9))
-    plan = scheduler.plan()
+        scheduler.add(make_request(name, 3, 9), 0.0)
+    plan = scheduler.plan(0.0)
     assert plan is not None
-    events = scheduler.commit(plan, StepResult(plan.step_id, (0, 2), (5, 6), failed_sequence_ids=(1,)))
+    events = scheduler.commit(plan, StepResult(plan.step_id, (0, 2), (5, 6), failed_sequence_ids=(1,)), 0.0)
     assert events == [
         SequenceEvent("a", 0, (5,)),
         SequenceEvent("c", 0, (6,)),
@@ -307,14 +319,14 @@ def test_a_failed_row_ends_alone() -> None:
 
 def test_a_failed_step_ends_its_sequences_and_repeats_its_announcements() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=2)
-    scheduler.add(make_request("a", 4, 6))
-    scheduler.add(make_request("b", 6, 4))
+    scheduler.add(make_request("a", 4, 6), 0.0)
+    scheduler.add(make_request("b", 6, 4), 0.0)
     run_step(scheduler)
-    scheduler.add(make_request("done", 1, 1))
+    scheduler.add(make_request("done", 1, 1), 0.0)
     scheduler.abort("done")
-    plan = scheduler.plan()
+    plan = scheduler.plan(0.0)
     assert plan is not None and (plan.sequence_ids, plan.preempted_ids, plan.finished_ids) == ((0,), (1,), (2,))
-    assert scheduler.fail(plan) == [SequenceEvent("a", 0, (), "error")]
+    assert scheduler.fail(plan, 0.0) == [SequenceEvent("a", 0, (), "error")]
     again, _ = run_step(scheduler)
     assert again.sequence_ids == (1,) and again.preempted_ids == (1,) and again.finished_ids == (2, 0)
     assert (scheduler.stats().num_failed_steps, scheduler.stats().num_steps) == (1, 3)
@@ -323,11 +335,11 @@ def test_a_failed_step_ends_its_sequences_and_repeats_its_announcements() -> Non
 
 def test_only_what_is_in_flight_is_committed() -> None:
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", 3, 9))
-    plan = scheduler.plan()
+    scheduler.add(make_request("a", 3, 9), 0.0)
+    plan = scheduler.plan(0.0)
     assert plan is not None
     with pytest.raises(AssertionError, match="neither committed nor failed"):
-        scheduler.plan()
+        scheduler.plan(0.0)
     for bad in (
         StepResult(plan.step_id + 1, (0,), (1,)),
         StepResult(plan.step_id, (), ()),
@@ -335,12 +347,12 @@ def test_only_what_is_in_flight_is_committed() -> None:
         StepResult(plan.step_id, (1,), (1,)),
     ):
         with pytest.raises(AssertionError):
-            scheduler.commit(plan, bad)
-    scheduler.commit(plan, result_of(plan))
+            scheduler.commit(plan, bad, 0.0)
+    scheduler.commit(plan, result_of(plan), 0.0)
     with pytest.raises(AssertionError):
-        scheduler.commit(plan, result_of(plan))
+        scheduler.commit(plan, result_of(plan), 0.0)
     with pytest.raises(AssertionError):
-        scheduler.fail(plan)
+        scheduler.fail(plan, 0.0)
 
 
 # -- arrivals ----------------------------------------------------------------------------------------------------------
@@ -348,17 +360,17 @@ def test_only_what_is_in_flight_is_committed() -> None:
 
 def test_what_exceeds_the_context_is_refused_with_the_numbers() -> None:
     scheduler = make_scheduler(max_model_len=20)
-    scheduler.add(make_request("a", 12, 8))
+    scheduler.add(make_request("a", 12, 8), 0.0)
     with pytest.raises(RequestTooLargeError, match=r"prompt \(12\) \+ max_tokens \(9\) is 21 tokens.*context of 20"):
-        scheduler.add(make_request("b", 12, 9))
+        scheduler.add(make_request("b", 12, 9), 0.0)
 
 
 def test_what_exceeds_the_pool_is_refused_with_the_numbers() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     assert scheduler.max_model_len == 16
-    scheduler.add(make_request("a", 12, 4))
+    scheduler.add(make_request("a", 12, 4), 0.0)
     with pytest.raises(RequestTooLargeError, match=r"17 tokens, above the KV pool of 4 blocks \(it needs 5 of 4\)"):
-        scheduler.add(make_request("b", 13, 4))
+        scheduler.add(make_request("b", 13, 4), 0.0)
     while scheduler.has_work:
         run_step(scheduler)
     assert scheduler.stats().num_preemptions == 0
@@ -367,20 +379,20 @@ def test_what_exceeds_the_pool_is_refused_with_the_numbers() -> None:
 def test_an_empty_prompt_and_an_id_in_use_are_refused() -> None:
     scheduler = make_scheduler()
     with pytest.raises(InvalidRequestError, match="prompt is empty"):
-        scheduler.add(make_request("a", 0, 4))
-    scheduler.add(make_request("a", 1, 4, n=2))
+        scheduler.add(make_request("a", 0, 4), 0.0)
+    scheduler.add(make_request("a", 1, 4, n=2), 0.0)
     scheduler.stop("a", 0)
     with pytest.raises(InvalidRequestError, match="'a' is in use") as refusal:
-        scheduler.add(make_request("a", 1, 4))
+        scheduler.add(make_request("a", 1, 4), 0.0)
     assert refusal.value.param == "request_id"
     scheduler.abort("a")
-    assert scheduler.add(make_request("a", 1, 4))[0].sequence_id == 2  # ids of sequences are never used again
+    assert scheduler.add(make_request("a", 1, 4), 0.0)[0].sequence_id == 2  # ids of sequences are never used again
 
 
 def test_requests_that_first_ran_are_told_once() -> None:
     scheduler = make_scheduler(budget=4, num_blocks=6, block_size=2)
     for name in "ab":
-        scheduler.add(make_request(name, 3, 9, n=2))
+        scheduler.add(make_request(name, 3, 9, n=2), 0.0)
     told = []
     while scheduler.has_work:
         run_step(scheduler)
@@ -401,43 +413,58 @@ def test_limits_are_at_least_one(name: str) -> None:
 
 
 def _corruptions() -> dict[str, Callable[[Scheduler], object]]:
-    def first(scheduler: Scheduler) -> object:
-        return next(iter(scheduler._running.values()))
-
-    def set_state(scheduler: Scheduler) -> None:
-        first(scheduler).state = SequenceState.WAITING  # type: ignore[attr-defined]
-
-    def leak(scheduler: Scheduler) -> None:
-        first(scheduler).block_ids[0].pop()  # type: ignore[attr-defined]
+    def first(scheduler: Scheduler) -> Sequence:
+        return next(iter(scheduler._roster.running.values()))
 
     def share(scheduler: Scheduler) -> None:
-        a, b = list(scheduler._running.values())[:2]
+        a, b = list(scheduler._roster.running.values())[:2]
         b.block_ids[0][0] = a.block_ids[0][0]
 
-    def compute_too_much(scheduler: Scheduler) -> None:
-        first(scheduler).num_computed_tokens = 99  # type: ignore[attr-defined]
+    def heap(scheduler: Scheduler) -> list[tuple[tuple[float, int], Sequence]]:
+        return scheduler._line._interactive._line._heap  # type: ignore[attr-defined]
+
+    def waiting(scheduler: Scheduler) -> Sequence:
+        return heap(scheduler)[0][1]
+
+    def drop_from_order(scheduler: Scheduler) -> None:
+        line = scheduler._line._interactive._line  # type: ignore[attr-defined]
+        del line._members[heap(scheduler)[0][1].sequence_id]
 
     return {
-        "is not running": set_state,
-        "in two places": lambda s: s._waiting.insert(0, first(s)),  # type: ignore[arg-type]
-        "lost": lambda s: s._waiting.pop(),
-        "policy order": lambda s: s._waiting.reverse(),
-        "without its request": lambda s: s._requests.update({"0": ()}),
-        "counts as started": lambda s: s._started_ids.add("gone"),
-        "slots differ": leak,
+        "among the running is not": lambda s: setattr(first(s), "state", SequenceState.WAITING),
+        "finished, and nowhere": lambda s: setattr(waiting(s), "state", SequenceState.FINISHED),
+        "a waiting sequence holds memory": lambda s: setattr(waiting(s), "num_slots", 4),
+        "against its count": lambda s: setattr(waiting(s), "num_preemptions", 1),
+        "preempted miscounted": lambda s: setattr(s._roster, "num_preempted", 1),
+        "the line and the waiting differ": drop_from_order,
+        "lost an entry": lambda s: heap(s).pop(),
+        "a rank has changed": lambda s: setattr(waiting(s), "rank", (1.0, 1)),
+        "policy order": lambda s: heap(s).reverse(),
+        "without its request": lambda s: s._roster._requests.update({"0": ()}),
+        "counts as started": lambda s: s._roster._started_ids.add("gone"),
+        "a running sequence is lost": lambda s: s._roster.sequences.pop(0),
+        "a finished sequence is not gone": lambda s: setattr(first(s), "finish_reason", "stop"),
+        "an unfinished sequence is retained": lambda s: s._roster.retained.update({0: _retained(first(s))}),
+        "slots differ": lambda s: first(s).block_ids[0].pop(),
         "two holders": share,
-        "than are known": compute_too_much,
+        "than are known": lambda s: setattr(first(s), "num_computed_tokens", 99),
         "neither free nor held": lambda s: s._kv._pools[0].take(1),
         "is free": lambda s: s._kv._pools[0]._free_ids.append(0),
-        "more sequences run": lambda s: setattr(s, "_max_num_running", 1),
+        "more sequences run": lambda s: setattr(s, "_limits", SchedulerLimits(1, 64, 1000)),
     }
+
+
+def _retained(sequence: Sequence) -> Sequence:
+    copy = Sequence(sequence.sequence_id, sequence.request, 0)
+    copy.state = SequenceState.RETAINED
+    return copy
 
 
 @pytest.mark.parametrize("violation", _corruptions())
 def test_the_invariant_checker_sees(violation: str) -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for i in range(4):
-        scheduler.add(make_request(str(i), 3, 9))
+        scheduler.add(make_request(str(i), 3, 9), 0.0)
     run_step(scheduler)
     scheduler.check_invariants()
     _corruptions()[violation](scheduler)

@@ -1,23 +1,34 @@
-"""How much memory a sequence must be able to get before it may run. Knows no queues and no budgets."""
+"""How much memory a sequence must be able to get before it may board. Knows no queues and no budgets."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from ropeway.core.kv_manager import KVManager
 from ropeway.core.sequence import Sequence
 from ropeway.errors import ConfigError
 
 
 class Admission(Protocol):
-    """A sequence is admitted when blocks for `num_slots` tokens can be granted and `num_kept_blocks` stay free.
+    """What a scheduler asks of an admission. Blocks for `num_slots` tokens are granted when a sequence boards.
 
-    They are granted at once. While nothing runs nothing is kept, so whatever fits the pool can run.
+    The scheduler asks `may_board` only while others run: alone, whatever was accepted fits.
     """
 
-    @property
-    def num_kept_blocks(self) -> int: ...
+    def num_slots(self, sequence: Sequence) -> int:
+        """Tokens that blocks are granted for at once."""
 
-    def num_slots(self, sequence: Sequence) -> int: ...
+    def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
+        """Whether it may board now; then its `num_slots` can be granted."""
+
+    def on_boarded(self, sequence: Sequence) -> None:
+        """It holds its blocks and runs."""
+
+    def on_preempted(self, sequence: Sequence) -> None:
+        """It ran, and lost its blocks."""
+
+    def on_finished(self, sequence: Sequence) -> None:
+        """It ended, with its finish_reason, wherever it was: its state still says where."""
 
 
 class OptimisticAdmission:
@@ -31,20 +42,36 @@ class OptimisticAdmission:
             raise ConfigError(f"the watermark must be at least 0 blocks, not {num_kept_blocks}")
         self._num_kept_blocks = num_kept_blocks
 
-    @property
-    def num_kept_blocks(self) -> int:
-        return self._num_kept_blocks
-
     def num_slots(self, sequence: Sequence) -> int:
         return sequence.num_tokens
 
+    def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
+        return kv.num_blocks_for(sequence.num_tokens) + self._num_kept_blocks <= kv.num_free_blocks
+
+    def on_boarded(self, sequence: Sequence) -> None:
+        pass
+
+    def on_preempted(self, sequence: Sequence) -> None:
+        pass
+
+    def on_finished(self, sequence: Sequence) -> None:
+        pass
+
 
 class ReserveAdmission:
-    """Grant prompt + max_tokens: nothing is ever preempted, and what the answer does not use lies idle."""
-
-    @property
-    def num_kept_blocks(self) -> int:
-        return 0
+    """Grant prompt + max_tokens: nobody runs out of memory, and what the answer does not use lies idle."""
 
     def num_slots(self, sequence: Sequence) -> int:
         return sequence.max_num_tokens
+
+    def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
+        return kv.num_blocks_for(sequence.max_num_tokens) <= kv.num_free_blocks
+
+    def on_boarded(self, sequence: Sequence) -> None:
+        pass
+
+    def on_preempted(self, sequence: Sequence) -> None:
+        pass
+
+    def on_finished(self, sequence: Sequence) -> None:
+        pass

@@ -1,10 +1,10 @@
-"""What a client asks for: `SamplingParams` and `Request`. Knows nothing of text, models or scheduling."""
+"""What a client asks for: `SamplingParams`, `ServiceTerms`, `Request`. Knows no text, models or scheduling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ropeway.errors import InvalidRequestError
@@ -12,6 +12,8 @@ from ropeway.errors import InvalidRequestError
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_SEED = 2**64 - 1
+MAX_PRIORITY = 1000  # either way; with ageing it bounds how long anybody can be overtaken
+MAX_TIMEOUT_S = 365.0 * 86_400
 MAX_COUNT = 2**31 - 1  # of tokens and token ids: what an int32 column of a batch holds
 
 
@@ -93,6 +95,34 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTerms:
+    """On whose account and how soon a request is served; never decides its tokens. Validated on construction.
+
+    tenant: whose share of the service it uses. user: divides the share of its tenant; None is a user of its own.
+    priority: lower is sooner; 0 unless the policy is `priority`.
+    is_background: it takes what interactive requests leave over.
+    cache_salt: prefixes are shared only between requests of one tenant and one salt.
+    timeout_s, queue_timeout_s: most seconds from its arrival to its end, and to its first step; None is no limit.
+
+    Raises InvalidRequestError with the field's name for a value out of range.
+    """
+
+    tenant: str = ""
+    user: str | None = None
+    priority: int = 0
+    is_background: bool = False
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        for name in ("timeout_s", "queue_timeout_s"):
+            if getattr(self, name) is not None:
+                _check_float(name, getattr(self, name), low=0.0, high=MAX_TIMEOUT_S, low_is_open=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request; immutable. Everything that decides its tokens is in here.
@@ -108,6 +138,7 @@ class Request:
     max_tokens: int
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
+    terms: ServiceTerms = field(default_factory=ServiceTerms)
 
 
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:

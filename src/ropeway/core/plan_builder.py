@@ -1,10 +1,11 @@
-"""Collects the rows of one step's plan within its token budget. Knows no queues, memory or policies."""
+"""Collects the rows of one step's plan within its budget. Knows no queues, memory or policies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
 
+from ropeway.core.pacing import StepBudget
 from ropeway.core.plan import BlockGrants, StepPlan
 from ropeway.core.sequence import Sequence as TokenSequence
 
@@ -14,17 +15,32 @@ Granted = tuple[int, Sequence[Sequence[int]]]  # a row, and the block ids it is 
 class PlanBuilder:
     """Rows of a plan being made; adding one advances its sequence's num_computed_tokens."""
 
-    def __init__(self, num_groups: int, token_budget: int) -> None:
+    budget: StepBudget  # set once the decodes are added
+
+    def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
         self._sequence_ids: list[int] = []
         self._starts: list[int] = []
         self._num_tokens: list[int] = []
         self._is_sampled: list[bool] = []
         self._granted: list[Granted] = []
-        self.num_tokens_left = token_budget
         self.num_prompt_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_padding_tokens = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._starts)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Positions that the rows attend to, as long as each row is one token."""
+        return sum(self._starts) + len(self._starts)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that one more sequence could compute from its start."""
+        return self.budget.num_prefill_tokens(0)
 
     def add_decodes(self, sequences: Sequence[TokenSequence], granted: Sequence[Granted]) -> None:
         """Plan the one token of each decoding sequence, before anything else; `granted` names them by their index."""
@@ -34,7 +50,6 @@ class PlanBuilder:
         self._num_tokens = [1] * num_rows
         self._is_sampled = [True] * num_rows
         self._granted = list(granted)
-        self.num_tokens_left -= num_rows
         for sequence in sequences:
             sequence.num_computed_tokens += 1
 
@@ -49,13 +64,15 @@ class PlanBuilder:
         The row of a sequence's first tokens carries its whole block table: it was granted when the sequence boarded.
         """
         start = sequence.num_computed_tokens
-        num_tokens = min(sequence.num_tokens - start, self.num_tokens_left)
-        if not num_tokens:
+        num_tokens = min(sequence.num_tokens - start, self.budget.num_prefill_tokens(start))
+        if num_tokens <= 0:
             return
         if not start:
             self._granted.append((len(self._starts), sequence.block_ids))
         end = start + num_tokens
-        self._add_row(sequence.sequence_id, start, num_tokens, end == sequence.num_tokens)
+        is_sampled = end == sequence.num_tokens
+        self._add_row(sequence.sequence_id, start, num_tokens, is_sampled)
+        self.budget.add_prefill(start, num_tokens, is_sampled)
         sequence.num_computed_tokens = end
         num_first_new = max(start, sequence.num_recompute_tokens)  # positions below were computed before
         self.num_recomputed_tokens += max(0, min(end, num_first_new) - start)
@@ -83,7 +100,6 @@ class PlanBuilder:
         self._starts.append(start)
         self._num_tokens.append(num_tokens)
         self._is_sampled.append(is_sampled)
-        self.num_tokens_left -= num_tokens
 
     def _granted_ids(self, group: int) -> tuple[int, ...]:
         return tuple([block_id for _, granted in self._granted for block_id in granted[group]])

@@ -1,16 +1,138 @@
-"""Who comes first. Knows no memory and no budgets.
+"""Who comes first, within one service class. Knows no memory and no budgets.
 
-A policy gives every sequence a key; smaller keys come first in admission and in prefill, and the running sequence with
-the smallest is never preempted, so somebody always finishes.
+A policy owns the line of those who wait and orders those who run: in that order prefills are computed, and from its end
+sequences are preempted. The first of the order is preempted only for one ahead of it, so somebody always finishes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
 from ropeway.core.sequence import Sequence
+
+Key = tuple[float, ...]
+
+
+class Policy(Protocol):
+    """What the scheduler asks of a policy. Joining, leaving and boarding cost O(log n) of those who wait."""
+
+    def __len__(self) -> int:
+        """How many wait."""
+
+    def push(self, sequence: Sequence, now_s: float) -> None:
+        """A new sequence joins the line; a preempted one returns to its place in it."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """A waiting sequence leaves the line without boarding."""
+
+    def first(self) -> Sequence | None:
+        """Who boards next."""
+
+    def pop(self) -> Sequence:
+        """The first of the line boards."""
+
+    def key(self, sequence: Sequence) -> Key:
+        """The place of a running sequence; the smallest comes first."""
+
+    def on_planned(self, decoding: list[Sequence]) -> None:
+        """Each of these computes one new token in this step. (Prompts are accounted for when they board.)"""
+
+    def on_finished(self, sequence: Sequence) -> None:
+        """A sequence ended, after it left the line or the batch."""
+
+    def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those running that the first of the line may take the place of, the last of the order first."""
+
+    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
+        """Check that the line holds exactly `waiting`, in order. Raises AssertionError with the first violation."""
+
+
+class RankedLine:
+    """Sequences that wait, by rank: a heap; entries of those removed are dropped as they come up, or outnumber it."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, Sequence] = {}
+        self._heap: list[tuple[tuple[float, int], Sequence]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def push(self, sequence: Sequence) -> None:
+        assert sequence.sequence_id not in self._members, f"sequence {sequence.sequence_id} waits twice"
+        self._members[sequence.sequence_id] = sequence
+        heappush(self._heap, (sequence.rank, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._members[sequence.sequence_id]
+        if len(self._heap) > 2 * len(self._members) + 16:
+            self._heap = [(s.rank, s) for s in self._members.values()]
+            heapify(self._heap)
+
+    def first(self) -> Sequence | None:
+        heap, members = self._heap, self._members
+        while heap and heap[0][1].sequence_id not in members:
+            heappop(heap)
+        return heap[0][1] if heap else None
+
+    def pop(self) -> Sequence:
+        sequence = self.first()
+        assert sequence is not None, "nobody waits"
+        heappop(self._heap)
+        del self._members[sequence.sequence_id]
+        return sequence
+
+    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
+        """Check that these wait here, nobody else, each with one entry. Raises AssertionError."""
+        assert {s.sequence_id: s for s in waiting} == self._members, "the line and the waiting differ"
+        live_ids = [s.sequence_id for _, s in self._heap if s.sequence_id in self._members]
+        assert sorted(live_ids) == sorted(self._members), "the line has lost an entry, or has one twice"
+        assert all(s.rank == rank for rank, s in self._heap if s.sequence_id in self._members), "a rank has changed"
+        assert all(self._heap[(i - 1) // 2] < self._heap[i] for i in range(1, len(self._heap))), "out of policy order"
 
 
 class FirstComeFirstServed:
-    """In order of arrival. A preempted sequence keeps its place."""
+    """In order of arrival. A preempted sequence keeps its place; nobody who runs makes way for a newcomer.
 
-    def key(self, sequence: Sequence) -> int:
-        return sequence.sequence_id
+    Other policies with an order that never changes are this one with another `rank`.
+    """
+
+    def __init__(self) -> None:
+        self._line = RankedLine()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def rank(self, sequence: Sequence) -> float:
+        """Where a new sequence stands; smaller is sooner, and ties go by arrival."""
+        return 0.0
+
+    def push(self, sequence: Sequence, now_s: float) -> None:
+        if not sequence.num_preemptions:
+            sequence.rank = (self.rank(sequence), sequence.sequence_id)
+        self._line.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._line.remove(sequence)
+
+    def first(self) -> Sequence | None:
+        return self._line.first()
+
+    def pop(self) -> Sequence:
+        return self._line.pop()
+
+    def key(self, sequence: Sequence) -> Key:
+        return sequence.rank
+
+    def on_planned(self, decoding: list[Sequence]) -> None:
+        pass
+
+    def on_finished(self, sequence: Sequence) -> None:
+        pass
+
+    def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        return []
+
+    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
+        self._line.check_invariants(waiting)

@@ -21,6 +21,15 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
+class WaitingReason(Enum):
+    """Why a sequence that waits does not board."""
+
+    POLICY = "policy"  # others are ahead of it in line, or it was preempted for one
+    CAPACITY = "capacity"  # the memory it needs, or a place in the batch, is not free
+    BUDGET = "budget"  # the step holds no more tokens
+    DEFERRED = "deferred"  # for its own good: another computes what it will share
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of the n sequences of a request.
@@ -36,11 +45,15 @@ class Sequence:
     num_prefill_tokens: tokens known when it was last admitted, or will be; below them it prefills, then it decodes.
     num_recompute_tokens: positions below this were computed before, and lost by preemption.
     num_slots: cache slots its blocks hold. block_ids: one block table per cache group.
+    arrival_s: when it was added, on the clock of whoever drives the scheduler.
+    rank: its place in an order that never changes, given once by its policy. waiting_reason: while it waits.
     """
 
     sequence_id: int
     request: Request
     index: int
+    arrival_s: float = 0.0
+    rank: tuple[float, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
@@ -50,9 +63,11 @@ class Sequence:
     block_ids: tuple[list[int], ...] = field(init=False, default=())
     num_preemptions: int = field(init=False, default=0)
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
+    waiting_reason: WaitingReason = field(init=False, default=WaitingReason.POLICY)
     finish_reason: FinishReason | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.rank = (0.0, self.sequence_id)
         self.num_prompt_tokens = self.num_tokens = self.num_prefill_tokens = len(self.request.prompt_token_ids)
 
     @property

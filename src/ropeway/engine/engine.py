@@ -7,6 +7,7 @@ goes on, and so does the engine; `EngineStats.num_failed_steps` and the log tell
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from ropeway.core.params import Request
@@ -33,11 +34,15 @@ class StepRunner(Protocol):
 
 
 class Engine:
-    """A scheduler and the runner it drives."""
+    """A scheduler and the runner it drives.
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner) -> None:
+    clock: seconds, never going back; read at every arrival, before every plan and after every result.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float]) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._clock = clock
 
     @property
     def has_work(self) -> bool:
@@ -55,7 +60,7 @@ class Engine:
         Raises InvalidRequestError for an empty prompt or a request_id in use, RequestTooLargeError for what never fits;
         then nothing was started.
         """
-        sequences = self._scheduler.add(request)
+        sequences = self._scheduler.add(request, self._clock())
         try:
             for sequence in sequences:
                 self._runner.add(sequence.sequence_id, request, sequence.index)
@@ -73,7 +78,7 @@ class Engine:
 
     def step(self) -> list[SequenceEvent]:
         """Compute one step; the news of every sequence that got a token or ended. Empty when there is nothing to do."""
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._clock())
         if plan is None:
             return []
         try:
@@ -81,8 +86,8 @@ class Engine:
             result = self._runner.collect()
         except Exception:
             logger.exception("step %d failed; its %d sequences end as errors", plan.step_id, plan.num_rows)
-            return self._scheduler.fail(plan)
-        return self._scheduler.commit(plan, result)
+            return self._scheduler.fail(plan, self._clock())
+        return self._scheduler.commit(plan, result, self._clock())
 
     def take_started_ids(self) -> list[str]:
         """The requests that boarded for the first time in the last step, once."""

@@ -1,0 +1,179 @@
+"""Where every sequence is, from its arrival to its one terminal event, and what the runner is yet to be told of it.
+
+Moves sequences between states, with their memory; decides nothing. Knows no budgets and no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ropeway.core.admission import Admission
+from ropeway.core.kv_manager import KVManager
+from ropeway.core.params import FinishReason, Request
+from ropeway.core.plan import SequenceEvent, StepPlan
+from ropeway.core.sequence import Sequence, SequenceState, WaitingReason
+from ropeway.core.waiting_line import WaitingLine
+from ropeway.errors import InvalidRequestError
+
+
+class Roster:
+    """Every unfinished sequence, in its one place, and the finished ones that a static batch retains.
+
+    sequences: unfinished, by sequence id. running: in order of boarding. retained: finished members of a static batch.
+    """
+
+    def __init__(self, line: WaitingLine, kv: KVManager, admission: Admission) -> None:
+        self.line = line
+        self.sequences: dict[int, Sequence] = {}
+        self.running: dict[int, Sequence] = {}
+        self.retained: dict[int, Sequence] = {}
+        self.num_preempted = 0  # of those in line
+        self.num_preemptions = 0
+        self.num_finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._kv = kv
+        self._admission = admission
+        self._requests: dict[str, tuple[Sequence, ...]] = {}  # with an unfinished sequence
+        self._next_sequence_id = 0
+        self._newly_preempted_ids: list[int] = []
+        self._newly_finished_ids: list[int] = []
+        self._started_ids: set[str] = set()  # of the requests in use, those that have run
+        self._newly_started_ids: list[str] = []
+
+    def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
+        """The sequences of a request in use; empty for others."""
+        return self._requests.get(request_id, ())
+
+    # -- moves between states ------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now_s: float) -> tuple[Sequence, ...]:
+        """The n sequences of a new request, waiting. Raises InvalidRequestError for an id in use."""
+        if request.request_id in self._requests:
+            raise InvalidRequestError(
+                f"request_id {request.request_id!r} is in use: choose another", param="request_id"
+            )
+        first_id = self._next_sequence_id
+        sequences = tuple([Sequence(first_id + i, request, i, now_s) for i in range(request.params.n)])
+        self._next_sequence_id += len(sequences)
+        self._requests[request.request_id] = sequences
+        for sequence in sequences:
+            self.sequences[sequence.sequence_id] = sequence
+            self.line.push(sequence, now_s)
+        return sequences
+
+    def board(self) -> Sequence:
+        """The first of the line runs, with the blocks that the admission grants it."""
+        sequence = self.line.pop()
+        kv = self._kv
+        kv.grant(sequence, kv.num_blocks_for(self._admission.num_slots(sequence)))
+        self.num_preempted -= sequence.state is SequenceState.PREEMPTED
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.sequence_id] = sequence
+        self._admission.on_boarded(sequence)
+        request_id = sequence.request.request_id
+        if request_id not in self._started_ids:
+            self._started_ids.add(request_id)
+            self._newly_started_ids.append(request_id)
+        return sequence
+
+    def preempt(self, sequence: Sequence, reason: WaitingReason, now_s: float) -> None:
+        """A running sequence loses its blocks and returns to its place in line."""
+        del self.running[sequence.sequence_id]
+        self._kv.free(sequence)
+        sequence.num_recompute_tokens = max(sequence.num_recompute_tokens, sequence.num_computed_tokens)
+        sequence.num_prefill_tokens = sequence.num_tokens
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        sequence.state = SequenceState.PREEMPTED
+        sequence.waiting_reason = reason
+        self._admission.on_preempted(sequence)
+        self.line.push(sequence, now_s)
+        self._newly_preempted_ids.append(sequence.sequence_id)
+        self.num_preempted += 1
+        self.num_preemptions += 1
+
+    def finish(self, sequence: Sequence, reason: FinishReason, *, is_retained: bool = False) -> None:
+        """A sequence ends, wherever it is. Its memory is free at once, unless it is_retained with its batch."""
+        sequence_id, request_id = sequence.sequence_id, sequence.request.request_id
+        sequence.finish_reason = reason
+        self.num_finished[reason] += 1
+        self._admission.on_finished(sequence)
+        del self.sequences[sequence_id]
+        if all([s.finish_reason for s in self._requests[request_id]]):
+            del self._requests[request_id]
+            self._started_ids.discard(request_id)
+        is_running = sequence.state is SequenceState.RUNNING
+        if is_running:
+            del self.running[sequence_id]
+        else:
+            self.num_preempted -= sequence.state is SequenceState.PREEMPTED
+            self.line.remove(sequence)
+        if is_running and is_retained:
+            sequence.state = SequenceState.RETAINED
+            self.retained[sequence_id] = sequence
+        else:
+            self._release(sequence)
+        self.line.on_finished(sequence)
+        if self.retained and not self.running:  # the batch is over
+            for retained in self.retained.values():
+                self._release(retained)
+            self.retained.clear()
+
+    def end_all(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[SequenceEvent]:
+        """End those of the sequences that have not ended yet, each with its terminal event."""
+        events = []
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self.finish(sequence, reason)
+                events.append(SequenceEvent(sequence.request.request_id, sequence.index, (), reason))
+        return events
+
+    def _release(self, sequence: Sequence) -> None:
+        self._kv.free(sequence)
+        sequence.state = SequenceState.FINISHED
+        self._newly_finished_ids.append(sequence.sequence_id)
+
+    # -- news ----------------------------------------------------------------------------------------------------------
+
+    def take_started_ids(self) -> list[str]:
+        """The requests that boarded for the first time since this was asked, once."""
+        started_ids, self._newly_started_ids = self._newly_started_ids, []
+        return started_ids
+
+    def take_announcements(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(preempted_ids, finished_ids) for the runner, once."""
+        news = tuple(self._newly_preempted_ids), tuple(self._newly_finished_ids)
+        self._newly_preempted_ids.clear()
+        self._newly_finished_ids.clear()
+        return news
+
+    def announce_again(self, plan: StepPlan) -> None:
+        """The runner may not have obeyed this plan: tell it again."""
+        self._newly_preempted_ids[:0] = plan.preempted_ids
+        self._newly_finished_ids[:0] = plan.finished_ids
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Check that every sequence is in its one place, in its state, with the memory it should have.
+
+        Raises AssertionError with the first violation.
+        """
+        sequences = self.sequences.values()
+        waiting = [s for s in sequences if s.sequence_id not in self.running]
+        for sequence in waiting:
+            is_preempted = sequence.state is SequenceState.PREEMPTED
+            assert is_preempted or sequence.state is SequenceState.WAITING, f"{sequence.state.value}, and nowhere"
+            assert not sequence.num_computed_tokens and not sequence.num_slots, "a waiting sequence holds memory"
+            assert bool(sequence.num_preemptions) == is_preempted, "preempted, or not, against its count"
+        self.line.check_invariants(waiting)
+        assert self.num_preempted == sum(s.state is SequenceState.PREEMPTED for s in waiting), "preempted miscounted"
+        assert self._started_ids <= self._requests.keys(), "a request that ended counts as started"
+        for state, place in ((SequenceState.RUNNING, self.running), (SequenceState.RETAINED, self.retained)):
+            assert all(s.state is state for s in place.values()), f"a sequence among the {state.value} is not"
+        assert self.running.keys() <= self.sequences.keys(), "a running sequence is lost"
+        assert all(s.finish_reason is None for s in sequences), "a finished sequence is not gone"
+        assert all(s.finish_reason for s in self.retained.values()), "an unfinished sequence is retained"
+        assert not self.retained or self.running, "a batch without running members was not released"
+        for sequence in sequences:
+            assert sequence in self.sequences_of(sequence.request.request_id), "a sequence without its request"
+        self._kv.check_invariants([*self.running.values(), *self.retained.values()])
