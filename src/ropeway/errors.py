@@ -10,6 +10,7 @@
     ├── ModelFileError             the model file is truncated, corrupt, hostile or not a model
     │   └── UnsupportedModelError  well-formed, but an architecture, tensor type or tokenizer we do not have
     ├── ModelFetchError            a named model is neither cached nor obtainable
+    ├── DecisionLogError           a decision log is of another version, damaged, or no log at all
     ├── ConfigError                an option or a combination of options is wrong
     │   └── OutOfMemoryError       what was asked for does not fit this machine's memory
     └── UnsupportedIsaError        an instruction set this processor or build does not have
@@ -62,6 +63,10 @@ class UnsupportedModelError(ModelFileError):
 
 class ModelFetchError(RopewayError):
     """A named model is neither in the cache nor obtainable now."""
+
+
+class DecisionLogError(RopewayError):
+    """A decision log cannot be read: another version, damaged, or not a log at all."""
 
 
 class ConfigError(RopewayError):

@@ -29,9 +29,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"core", "text", "model", "backends", "engine", "config", "catalog", "inputs", "outputs", "calibration"},
     "server": {"core", "text", "engine", "config", "llm", "catalog", "inputs", "outputs", "_version"},
     "bench": {"core", "text", "engine", "config", "llm", "catalog", "backends", "model", "_version"},
+    "sim": {"core", "engine"},
     "cli": {
         "core", "text", "engine", "config", "llm", "catalog", "server", "bench", "model", "backends", "inputs",
-        "outputs", "_version",
+        "outputs", "sim", "_version",
     },
     "__main__": {"cli"},
     "": {"core", "config", "llm", "engine", "inputs", "outputs", "_version"},

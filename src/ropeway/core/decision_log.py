@@ -1,0 +1,467 @@
+"""The decision log: what a scheduler was told and what it chose, as bytes. Knows no files, clocks or scheduling.
+
+A log is the magic, the version, a header, and records; a record is one byte of kind, the length of its body, the body. Numbers
+are LEB128, signed ones in zigzag, times 64-bit floats, because a replay must get the very same ones. A plan is written as its
+difference to the plan before it: of a decoding sequence that goes on nothing is written at all. Token values never appear;
+of blocks only keyed digests, of tenants and users too.
+
+A log that was cut off can be read up to the cut; one damaged elsewhere raises DecisionLogError.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ropeway.core.plan import BlockGrants, StepPlan
+from ropeway.errors import DecisionLogError
+
+MAGIC = b"ropeway-decisions\n"
+VERSION = 1
+DIGEST_BYTES = 8
+
+HeaderValue = str | int | float | bool | None
+
+_FLOAT = struct.Struct("<d")
+_HEADER_KINDS = {"n": type(None), "b": bool, "i": int, "f": float, "s": str}
+
+
+@dataclass(frozen=True, slots=True)
+class AddRecord:
+    """A request was accepted; its number is how many were before it.
+
+    tenant, user: keyed digests in hexadecimal, empty where there is none. digests: see `PlanRecord`.
+    """
+
+    now_s: float
+    num_prompt_tokens: int
+    max_tokens: int
+    num_sequences: int
+    tenant: str = ""
+    user: str = ""
+    priority: int = 0
+    is_background: bool = False
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    digests: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRecord:
+    """A request was aborted."""
+
+    request_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRecord:
+    """The text side ended a sequence of a request."""
+
+    request_number: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecord:
+    """The scheduler was asked for a plan and made this one; None where there was nothing to do.
+
+    digests: one of each block hash asked for during the call, in order; equal hashes have equal digests.
+    """
+
+    now_s: float
+    plan: StepPlan | None
+    digests: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """The step in flight was computed. stopped_ids: sequences that drew a token which ended them. failed_ids: that drew none."""
+
+    now_s: float
+    stopped_ids: tuple[int, ...] = ()
+    failed_ids: tuple[int, ...] = ()
+    digests: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FailRecord:
+    """The step in flight could not be computed."""
+
+    now_s: float
+
+
+Record = AddRecord | AbortRecord | StopRecord | PlanRecord | CommitRecord | FailRecord
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of the plan written or read last: a decode in the next one is told by them alone."""
+
+    sequence_ids: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    def remember(self, plan: StepPlan) -> None:
+        self.sequence_ids = plan.sequence_ids
+        self.ends = tuple([start + n for start, n in zip(plan.starts, plan.num_tokens, strict=True)])
+
+
+class LogEncoder:
+    """Writes one log, in order: the header first."""
+
+    def __init__(self) -> None:
+        self._last = _Rows()
+
+    def header(self, options: Mapping[str, HeaderValue]) -> bytes:
+        """The start of a log: what its scheduler was made from."""
+        out = _Writer()
+        out.uint(len(options))
+        for name, value in options.items():
+            out.text(name)
+            kind = next(kind for kind, kind_type in _HEADER_KINDS.items() if type(value) is kind_type)
+            out.text(kind)
+            out.text("" if value is None else repr(value) if not isinstance(value, str) else value)
+        return MAGIC + VERSION.to_bytes(2, "little") + _framed(out)
+
+    def encode(self, record: Record) -> bytes:
+        """One record."""
+        out = _Writer()
+        match record:
+            case PlanRecord():
+                kind = b"P"
+                self._write_plan(out, record)
+            case CommitRecord():
+                kind = b"C"
+                out.float(record.now_s)
+                out.uints(record.stopped_ids)
+                out.uints(record.failed_ids)
+                out.digests(record.digests)
+            case AddRecord():
+                kind = b"A"
+                _write_add(out, record)
+            case AbortRecord():
+                kind = b"X"
+                out.uint(record.request_number)
+            case StopRecord():
+                kind = b"S"
+                out.uint(record.request_number)
+                out.uint(record.index)
+            case FailRecord():
+                kind = b"F"
+                out.float(record.now_s)
+        return kind + _framed(out)
+
+    def _write_plan(self, out: _Writer, record: PlanRecord) -> None:
+        plan = record.plan
+        out.float(record.now_s)
+        out.digests(record.digests)
+        out.uint(0 if plan is None else 1)
+        if plan is None:
+            return
+        out.uint(plan.step_id)
+        out.uints(plan.preempted_ids)
+        out.uints(plan.finished_ids)
+        num_rows = len(plan.sequence_ids)
+        dropped = self._dropped(plan)
+        num_going_on = len(self._last.sequence_ids) - len(dropped)
+        out.uints(dropped)
+        out.uint(num_rows - num_going_on)
+        for row in range(num_going_on, num_rows):
+            out.uint(plan.sequence_ids[row])
+            out.uint(plan.starts[row])
+            out.uint(plan.num_tokens[row] << 1 | plan.is_sampled[row])
+        out.uint(len(plan.grants))
+        for grants in plan.grants:
+            _write_grants(out, grants)
+        self._last.remember(plan)
+
+    def _dropped(self, plan: StepPlan) -> list[int]:
+        """Rows of the last plan, by position, that do not go on as the leading rows of this one."""
+        last = self._last
+        if (
+            last.sequence_ids == plan.sequence_ids
+            and last.ends == plan.starts
+            and all(plan.is_sampled)
+            and plan.total_num_tokens == plan.num_rows
+        ):
+            return []
+        dropped, row, num_rows = [], 0, len(plan.sequence_ids)
+        for position, (sequence_id, end) in enumerate(zip(last.sequence_ids, last.ends, strict=True)):
+            if (
+                row < num_rows
+                and plan.sequence_ids[row] == sequence_id
+                and plan.starts[row] == end
+                and plan.num_tokens[row] == 1
+                and plan.is_sampled[row]
+            ):
+                row += 1
+            else:
+                dropped.append(position)
+        return dropped
+
+
+@dataclass(slots=True)
+class DecisionLog:
+    """A log read back. `header` is there at once; `records` reads on, and says in `cut_at` where the log was cut off, if it was.
+
+    data: the whole log. Raises DecisionLogError where it is not a log, or one of another version.
+    """
+
+    data: bytes
+    header: dict[str, HeaderValue] = field(init=False)
+    cut_at: int | None = field(init=False, default=None)
+    _start: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        start = len(MAGIC) + 2
+        if self.data[: len(MAGIC)] != MAGIC or len(self.data) < start:
+            raise DecisionLogError("this is not a decision log: write one with `ropeway serve --decision-log FILE`")
+        version = int.from_bytes(self.data[len(MAGIC) : start], "little")
+        if version != VERSION:
+            raise DecisionLogError(
+                f"this decision log is of version {version} and this Ropeway reads version {VERSION}: replay it with the "
+                "Ropeway that wrote it"
+            )
+        reader = _Reader(self.data, start, len(self.data))
+        try:
+            end = reader.uint() + reader.position
+            reader = _Reader(self.data, reader.position, min(end, len(self.data)))
+            self.header = dict(_read_header_item(reader) for _ in range(reader.uint()))
+        except _OutOfDataError:
+            raise DecisionLogError("this decision log ends inside its header: there is nothing to replay") from None
+        self._start = end
+
+    def records(self) -> Iterator[Record]:
+        """Every whole record, in order. Raises DecisionLogError, with the position, for one that makes no sense."""
+        self.cut_at = None
+        last, position, data = _Rows(), self._start, self.data
+        while position < len(data):
+            try:
+                reader = _Reader(data, position + 1, len(data))
+                length = reader.uint()
+                body, end = reader.position, reader.position + length
+                if end > len(data):
+                    raise _OutOfDataError
+            except _OutOfDataError:
+                self.cut_at = position
+                return
+            try:
+                reader = _Reader(data, body, end)
+                record = _read_record(data[position : position + 1], reader, last)
+                if reader.position != end:
+                    raise ValueError("its length is not that of what it holds")
+            except (_OutOfDataError, ValueError, IndexError) as error:
+                raise DecisionLogError(
+                    f"the decision log is damaged at byte {position} ({error or 'a record ends too early'}): copy it again"
+                ) from error
+            yield record
+            position = end
+
+
+class _OutOfDataError(Exception):
+    """A read beyond the end."""
+
+
+class _Writer:
+    """Collects the body of a record."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def uint(self, value: int) -> None:
+        data = self.data
+        while value > 0x7F:
+            data.append(value & 0x7F | 0x80)
+            value >>= 7
+        data.append(value)
+
+    def sint(self, value: int) -> None:
+        self.uint(value << 1 if value >= 0 else -value * 2 - 1)
+
+    def uints(self, values: Sequence[int]) -> None:
+        self.uint(len(values))
+        for value in values:
+            self.uint(value)
+
+    def float(self, value: float) -> None:
+        self.data += _FLOAT.pack(value)
+
+    def maybe_float(self, value: float | None) -> None:
+        self.uint(value is not None)
+        if value is not None:
+            self.float(value)
+
+    def text(self, value: str) -> None:
+        encoded = value.encode()
+        self.uint(len(encoded))
+        self.data += encoded
+
+    def digests(self, digests: Sequence[bytes]) -> None:
+        self.uint(len(digests))
+        for digest in digests:
+            assert len(digest) == DIGEST_BYTES, f"a digest of {len(digest)} bytes"
+            self.data += digest
+
+
+class _Reader:
+    """Reads data[position:end]. Raises _OutOfDataError beyond it."""
+
+    def __init__(self, data: bytes, position: int, end: int) -> None:
+        self._data = data
+        self._end = end
+        self.position = position
+
+    def uint(self) -> int:
+        value = shift = 0
+        while True:
+            if self.position >= self._end:
+                raise _OutOfDataError
+            byte = self._data[self.position]
+            self.position += 1
+            value |= (byte & 0x7F) << shift
+            if byte <= 0x7F:
+                return value
+            shift += 7
+
+    def sint(self) -> int:
+        value = self.uint()
+        return -(value + 1 >> 1) if value & 1 else value >> 1
+
+    def uints(self) -> tuple[int, ...]:
+        return tuple([self.uint() for _ in range(self.uint())])
+
+    def float(self) -> float:
+        return float(_FLOAT.unpack(self.take(8))[0])
+
+    def maybe_float(self) -> float | None:
+        return self.float() if self.uint() else None
+
+    def text(self) -> str:
+        return self.take(self.uint()).decode()
+
+    def digests(self) -> tuple[bytes, ...]:
+        return tuple([self.take(DIGEST_BYTES) for _ in range(self.uint())])
+
+    def take(self, num_bytes: int) -> bytes:
+        start = self.position
+        if start + num_bytes > self._end:
+            raise _OutOfDataError
+        self.position += num_bytes
+        return self._data[start : start + num_bytes]
+
+
+def _framed(body: _Writer) -> bytes:
+    length = _Writer()
+    length.uint(len(body.data))
+    return bytes(length.data + body.data)
+
+
+def _read_header_item(reader: _Reader) -> tuple[str, HeaderValue]:
+    name, kind, text = reader.text(), reader.text(), reader.text()
+    values: dict[str, HeaderValue] = {"n": None, "b": text == "True", "s": text}
+    if kind == "i":
+        return name, int(text)
+    return name, float(text) if kind == "f" else values[kind]
+
+
+def _read_record(kind: bytes, reader: _Reader, last: _Rows) -> Record:
+    match kind:
+        case b"P":
+            return _read_plan(reader, last)
+        case b"C":
+            return CommitRecord(reader.float(), reader.uints(), reader.uints(), reader.digests())
+        case b"A":
+            return _read_add(reader)
+        case b"X":
+            return AbortRecord(reader.uint())
+        case b"S":
+            return StopRecord(reader.uint(), reader.uint())
+        case b"F":
+            return FailRecord(reader.float())
+    raise ValueError(f"{kind!r} is no kind of record")
+
+
+def _write_add(out: _Writer, record: AddRecord) -> None:
+    out.float(record.now_s)
+    out.uint(record.num_prompt_tokens)
+    out.uint(record.max_tokens)
+    out.uint(record.num_sequences)
+    out.text(record.tenant)
+    out.text(record.user)
+    out.sint(record.priority)
+    out.uint(record.is_background)
+    out.maybe_float(record.timeout_s)
+    out.maybe_float(record.queue_timeout_s)
+    out.digests(record.digests)
+
+
+def _read_add(reader: _Reader) -> AddRecord:
+    return AddRecord(
+        now_s=reader.float(),
+        num_prompt_tokens=reader.uint(),
+        max_tokens=reader.uint(),
+        num_sequences=reader.uint(),
+        tenant=reader.text(),
+        user=reader.text(),
+        priority=reader.sint(),
+        is_background=bool(reader.uint()),
+        timeout_s=reader.maybe_float(),
+        queue_timeout_s=reader.maybe_float(),
+        digests=reader.digests(),
+    )
+
+
+def _write_grants(out: _Writer, grants: BlockGrants) -> None:
+    """Rows that are granted any, each with its count, then the ids, each as its difference to the one before."""
+    indptr = grants.indptr
+    counts = [(row, indptr[row + 1] - indptr[row]) for row in range(len(indptr) - 1) if indptr[row + 1] > indptr[row]]
+    out.uint(len(counts))
+    for row, num_blocks in counts:
+        out.uint(row)
+        out.uint(num_blocks)
+    before = 0
+    for block_id in grants.block_ids:
+        out.sint(block_id - before)
+        before = block_id
+
+
+def _read_grants(reader: _Reader, num_rows: int) -> BlockGrants:
+    counts = [0] * num_rows
+    for _ in range(reader.uint()):
+        row = reader.uint()
+        counts[row] = reader.uint()
+    indptr = tuple(accumulate(counts, initial=0))
+    steps = [reader.sint() for _ in range(indptr[-1])]
+    return BlockGrants(indptr, tuple(accumulate(steps)))
+
+
+def _read_plan(reader: _Reader, last: _Rows) -> PlanRecord:
+    now_s, digests = reader.float(), reader.digests()
+    if not reader.uint():
+        return PlanRecord(now_s, None, digests)
+    step_id, preempted_ids, finished_ids = reader.uint(), reader.uints(), reader.uints()
+    dropped = set(reader.uints())
+    going_on = [position for position in range(len(last.sequence_ids)) if position not in dropped]
+    sequence_ids = [last.sequence_ids[position] for position in going_on]
+    starts = [last.ends[position] for position in going_on]
+    num_tokens, is_sampled = [1] * len(going_on), [True] * len(going_on)
+    for _ in range(reader.uint()):
+        sequence_ids.append(reader.uint())
+        starts.append(reader.uint())
+        packed = reader.uint()
+        num_tokens.append(packed >> 1)
+        is_sampled.append(bool(packed & 1))
+    grants = tuple([_read_grants(reader, len(sequence_ids)) for _ in range(reader.uint())])
+    plan = StepPlan(
+        step_id,
+        tuple(sequence_ids),
+        tuple(starts),
+        tuple(num_tokens),
+        tuple(is_sampled),
+        grants,
+        preempted_ids,
+        finished_ids,
+    )
+    last.remember(plan)
+    return PlanRecord(now_s, plan, digests)
