@@ -18,11 +18,8 @@ from ropeway.backends.batch import Backend
 from ropeway.calibration import FULL_STEP_S, calibrate_token_budget
 from ropeway.catalog import CATALOG, DEFAULT_MODEL, resolve_model
 from ropeway.config import EngineConfig, EngineFacts, ModelFacts, free_memory_bytes, resolve
-from ropeway.core.admission import OptimisticAdmission
-from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
-from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams
-from ropeway.core.scheduler import Scheduler, SchedulerLimits
+from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
 from ropeway.engine.async_engine import AsyncEngine, OutputStream
 from ropeway.engine.engine import Engine
@@ -36,8 +33,6 @@ from ropeway.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Blocks kept free when a request is admitted, so that those running can grow: one in this many.
-WATERMARK_DIVISOR = 100
 # `generate_each` keeps this many requests waiting per one that may run, so the engine never lacks work.
 QUEUE_DEPTH_RATIO = 2
 
@@ -161,27 +156,30 @@ def make_backend(model: Model, facts: EngineFacts) -> Backend:
     )
 
 
-def make_engine(backend: Backend, facts: EngineFacts, *, num_cache_groups: int = 1) -> Engine:
-    """An engine on a backend; `facts` have their token budget."""
+def scheduler_recipe(facts: EngineFacts, *, num_cache_groups: int = 1) -> SchedulerRecipe:
+    """The part of the facts, which have their token budget, that decides the schedule."""
     assert facts.max_num_seqs is not None and facts.max_num_batched_tokens is not None
-    limits = SchedulerLimits(
+    return SchedulerRecipe(
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
         max_model_len=facts.max_model_len,
+        num_kv_blocks=facts.num_kv_blocks,
+        block_size=facts.block_size,
+        num_cache_groups=num_cache_groups,
+        batching=facts.batching,
     )
-    batching: Batching = (
-        ContinuousBatching(OptimisticAdmission(facts.num_kv_blocks // WATERMARK_DIVISOR))
-        if facts.batching == "continuous"
-        else StaticBatching(is_padded=facts.batching == "static-padded")
-    )
-    kv = KVManager([facts.num_kv_blocks] * num_cache_groups, facts.block_size)
+
+
+def make_engine(backend: Backend, facts: EngineFacts, *, num_cache_groups: int = 1) -> Engine:
+    """An engine on a backend; `facts` have their token budget."""
+    recipe = scheduler_recipe(facts, num_cache_groups=num_cache_groups)
     runner = Runner(
         backend,
-        max_num_seqs=facts.max_num_seqs,
+        max_num_seqs=recipe.max_num_seqs,
         max_model_len=facts.max_model_len,
         num_cache_groups=num_cache_groups,
     )
-    return Engine(Scheduler(limits, kv, batching=batching), runner, time.monotonic)
+    return Engine(recipe.make(), runner, time.monotonic)
 
 
 class LLM:

@@ -1,15 +1,15 @@
-"""Virtual time: what a step costs, when requests come, where answers end; and that the engine inside is the real one."""
+"""Virtual time: what a step costs, when requests come, where answers end, with the real engine inside."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from support.scheduling import make_scheduler
 
 from ropeway.errors import ConfigError
 from ropeway.sim.cost_model import ACCELERATOR, TWO_CORES, CostModel, StepShape
 from ropeway.sim.simulator import Arrival, Lengths, Passage, Simulation, SimulationStalledError, make_arrival, simulate
+from support.scheduling import make_scheduler
 
 PER_STEP = CostModel(1.0, (0.0, 0.0, 0.0), 0.0, 0.0)
 MEASURED_MS = [  # shape, milliseconds: the default model on two cores, contexts of 200 where it decodes

@@ -1,30 +1,28 @@
 """The decision log: what a scheduler was told and what it chose, as bytes. Knows no files, clocks or scheduling.
 
-A log is the magic, the version, a header, and records; a record is one byte of kind, the length of its body, the body. Numbers
-are LEB128, signed ones in zigzag, times 64-bit floats, because a replay must get the very same ones. A plan is written as its
-difference to the plan before it: of a decoding sequence that goes on nothing is written at all. Token values never appear;
-of blocks only keyed digests, of tenants and users too.
+A log is the magic, the version, a header, and records; a record is one byte of kind, the length of its body, the body.
+Times are 64-bit floats, because a replay must get the very same ones. A plan is written as its difference to the plan
+before it: of a decoding sequence that goes on nothing is written at all. Token values never appear; of blocks, tenants
+and users only keyed digests.
 
 A log that was cut off can be read up to the cut; one damaged elsewhere raises DecisionLogError.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from ropeway.core.decision_bytes import ByteReader, ByteWriter, OutOfDataError, framed
 from ropeway.core.plan import BlockGrants, StepPlan
 from ropeway.errors import DecisionLogError
 
 MAGIC = b"ropeway-decisions\n"
 VERSION = 1
-DIGEST_BYTES = 8
 
 HeaderValue = str | int | float | bool | None
 
-_FLOAT = struct.Struct("<d")
 _HEADER_KINDS = {"n": type(None), "b": bool, "i": int, "f": float, "s": str}
 
 
@@ -77,7 +75,10 @@ class PlanRecord:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """The step in flight was computed. stopped_ids: sequences that drew a token which ended them. failed_ids: that drew none."""
+    """The step in flight was computed.
+
+    stopped_ids: sequences that drew a token which ended them. failed_ids: that drew none.
+    """
 
     now_s: float
     stopped_ids: tuple[int, ...] = ()
@@ -115,25 +116,25 @@ class LogEncoder:
 
     def header(self, options: Mapping[str, HeaderValue]) -> bytes:
         """The start of a log: what its scheduler was made from."""
-        out = _Writer()
+        out = ByteWriter()
         out.uint(len(options))
         for name, value in options.items():
             out.text(name)
             kind = next(kind for kind, kind_type in _HEADER_KINDS.items() if type(value) is kind_type)
             out.text(kind)
             out.text("" if value is None else repr(value) if not isinstance(value, str) else value)
-        return MAGIC + VERSION.to_bytes(2, "little") + _framed(out)
+        return MAGIC + VERSION.to_bytes(2, "little") + framed(out)
 
     def encode(self, record: Record) -> bytes:
         """One record."""
-        out = _Writer()
+        out = ByteWriter()
         match record:
             case PlanRecord():
                 kind = b"P"
                 self._write_plan(out, record)
             case CommitRecord():
                 kind = b"C"
-                out.float(record.now_s)
+                out.double(record.now_s)
                 out.uints(record.stopped_ids)
                 out.uints(record.failed_ids)
                 out.digests(record.digests)
@@ -149,12 +150,12 @@ class LogEncoder:
                 out.uint(record.index)
             case FailRecord():
                 kind = b"F"
-                out.float(record.now_s)
-        return kind + _framed(out)
+                out.double(record.now_s)
+        return kind + framed(out)
 
-    def _write_plan(self, out: _Writer, record: PlanRecord) -> None:
+    def _write_plan(self, out: ByteWriter, record: PlanRecord) -> None:
         plan = record.plan
-        out.float(record.now_s)
+        out.double(record.now_s)
         out.digests(record.digests)
         out.uint(0 if plan is None else 1)
         if plan is None:
@@ -203,7 +204,7 @@ class LogEncoder:
 
 @dataclass(slots=True)
 class DecisionLog:
-    """A log read back. `header` is there at once; `records` reads on, and says in `cut_at` where the log was cut off, if it was.
+    """A log read back. `header` is there at once; `records` reads on, and leaves in `cut_at` where the log was cut off.
 
     data: the whole log. Raises DecisionLogError where it is not a log, or one of another version.
     """
@@ -220,15 +221,15 @@ class DecisionLog:
         version = int.from_bytes(self.data[len(MAGIC) : start], "little")
         if version != VERSION:
             raise DecisionLogError(
-                f"this decision log is of version {version} and this Ropeway reads version {VERSION}: replay it with the "
-                "Ropeway that wrote it"
+                f"this decision log is of version {version} and this Ropeway reads version {VERSION}: replay it "
+                "with the Ropeway that wrote it"
             )
-        reader = _Reader(self.data, start, len(self.data))
+        reader = ByteReader(self.data, start, len(self.data))
         try:
             end = reader.uint() + reader.position
-            reader = _Reader(self.data, reader.position, min(end, len(self.data)))
+            reader = ByteReader(self.data, reader.position, min(end, len(self.data)))
             self.header = dict(_read_header_item(reader) for _ in range(reader.uint()))
-        except _OutOfDataError:
+        except OutOfDataError:
             raise DecisionLogError("this decision log ends inside its header: there is nothing to replay") from None
         self._start = end
 
@@ -238,126 +239,29 @@ class DecisionLog:
         last, position, data = _Rows(), self._start, self.data
         while position < len(data):
             try:
-                reader = _Reader(data, position + 1, len(data))
+                reader = ByteReader(data, position + 1, len(data))
                 length = reader.uint()
                 body, end = reader.position, reader.position + length
                 if end > len(data):
-                    raise _OutOfDataError
-            except _OutOfDataError:
+                    raise OutOfDataError
+            except OutOfDataError:
                 self.cut_at = position
                 return
             try:
-                reader = _Reader(data, body, end)
+                reader = ByteReader(data, body, end)
                 record = _read_record(data[position : position + 1], reader, last)
                 if reader.position != end:
                     raise ValueError("its length is not that of what it holds")
-            except (_OutOfDataError, ValueError, IndexError) as error:
+            except (OutOfDataError, ValueError, IndexError) as error:
+                reason = str(error) or "a record ends too early"
                 raise DecisionLogError(
-                    f"the decision log is damaged at byte {position} ({error or 'a record ends too early'}): copy it again"
+                    f"the decision log is damaged at byte {position} ({reason}): copy it again"
                 ) from error
             yield record
             position = end
 
 
-class _OutOfDataError(Exception):
-    """A read beyond the end."""
-
-
-class _Writer:
-    """Collects the body of a record."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def uint(self, value: int) -> None:
-        data = self.data
-        while value > 0x7F:
-            data.append(value & 0x7F | 0x80)
-            value >>= 7
-        data.append(value)
-
-    def sint(self, value: int) -> None:
-        self.uint(value << 1 if value >= 0 else -value * 2 - 1)
-
-    def uints(self, values: Sequence[int]) -> None:
-        self.uint(len(values))
-        for value in values:
-            self.uint(value)
-
-    def float(self, value: float) -> None:
-        self.data += _FLOAT.pack(value)
-
-    def maybe_float(self, value: float | None) -> None:
-        self.uint(value is not None)
-        if value is not None:
-            self.float(value)
-
-    def text(self, value: str) -> None:
-        encoded = value.encode()
-        self.uint(len(encoded))
-        self.data += encoded
-
-    def digests(self, digests: Sequence[bytes]) -> None:
-        self.uint(len(digests))
-        for digest in digests:
-            assert len(digest) == DIGEST_BYTES, f"a digest of {len(digest)} bytes"
-            self.data += digest
-
-
-class _Reader:
-    """Reads data[position:end]. Raises _OutOfDataError beyond it."""
-
-    def __init__(self, data: bytes, position: int, end: int) -> None:
-        self._data = data
-        self._end = end
-        self.position = position
-
-    def uint(self) -> int:
-        value = shift = 0
-        while True:
-            if self.position >= self._end:
-                raise _OutOfDataError
-            byte = self._data[self.position]
-            self.position += 1
-            value |= (byte & 0x7F) << shift
-            if byte <= 0x7F:
-                return value
-            shift += 7
-
-    def sint(self) -> int:
-        value = self.uint()
-        return -(value + 1 >> 1) if value & 1 else value >> 1
-
-    def uints(self) -> tuple[int, ...]:
-        return tuple([self.uint() for _ in range(self.uint())])
-
-    def float(self) -> float:
-        return float(_FLOAT.unpack(self.take(8))[0])
-
-    def maybe_float(self) -> float | None:
-        return self.float() if self.uint() else None
-
-    def text(self) -> str:
-        return self.take(self.uint()).decode()
-
-    def digests(self) -> tuple[bytes, ...]:
-        return tuple([self.take(DIGEST_BYTES) for _ in range(self.uint())])
-
-    def take(self, num_bytes: int) -> bytes:
-        start = self.position
-        if start + num_bytes > self._end:
-            raise _OutOfDataError
-        self.position += num_bytes
-        return self._data[start : start + num_bytes]
-
-
-def _framed(body: _Writer) -> bytes:
-    length = _Writer()
-    length.uint(len(body.data))
-    return bytes(length.data + body.data)
-
-
-def _read_header_item(reader: _Reader) -> tuple[str, HeaderValue]:
+def _read_header_item(reader: ByteReader) -> tuple[str, HeaderValue]:
     name, kind, text = reader.text(), reader.text(), reader.text()
     values: dict[str, HeaderValue] = {"n": None, "b": text == "True", "s": text}
     if kind == "i":
@@ -365,12 +269,12 @@ def _read_header_item(reader: _Reader) -> tuple[str, HeaderValue]:
     return name, float(text) if kind == "f" else values[kind]
 
 
-def _read_record(kind: bytes, reader: _Reader, last: _Rows) -> Record:
+def _read_record(kind: bytes, reader: ByteReader, last: _Rows) -> Record:
     match kind:
         case b"P":
             return _read_plan(reader, last)
         case b"C":
-            return CommitRecord(reader.float(), reader.uints(), reader.uints(), reader.digests())
+            return CommitRecord(reader.double(), reader.uints(), reader.uints(), reader.digests())
         case b"A":
             return _read_add(reader)
         case b"X":
@@ -378,12 +282,12 @@ def _read_record(kind: bytes, reader: _Reader, last: _Rows) -> Record:
         case b"S":
             return StopRecord(reader.uint(), reader.uint())
         case b"F":
-            return FailRecord(reader.float())
+            return FailRecord(reader.double())
     raise ValueError(f"{kind!r} is no kind of record")
 
 
-def _write_add(out: _Writer, record: AddRecord) -> None:
-    out.float(record.now_s)
+def _write_add(out: ByteWriter, record: AddRecord) -> None:
+    out.double(record.now_s)
     out.uint(record.num_prompt_tokens)
     out.uint(record.max_tokens)
     out.uint(record.num_sequences)
@@ -391,14 +295,14 @@ def _write_add(out: _Writer, record: AddRecord) -> None:
     out.text(record.user)
     out.sint(record.priority)
     out.uint(record.is_background)
-    out.maybe_float(record.timeout_s)
-    out.maybe_float(record.queue_timeout_s)
+    out.maybe_double(record.timeout_s)
+    out.maybe_double(record.queue_timeout_s)
     out.digests(record.digests)
 
 
-def _read_add(reader: _Reader) -> AddRecord:
+def _read_add(reader: ByteReader) -> AddRecord:
     return AddRecord(
-        now_s=reader.float(),
+        now_s=reader.double(),
         num_prompt_tokens=reader.uint(),
         max_tokens=reader.uint(),
         num_sequences=reader.uint(),
@@ -406,13 +310,13 @@ def _read_add(reader: _Reader) -> AddRecord:
         user=reader.text(),
         priority=reader.sint(),
         is_background=bool(reader.uint()),
-        timeout_s=reader.maybe_float(),
-        queue_timeout_s=reader.maybe_float(),
+        timeout_s=reader.maybe_double(),
+        queue_timeout_s=reader.maybe_double(),
         digests=reader.digests(),
     )
 
 
-def _write_grants(out: _Writer, grants: BlockGrants) -> None:
+def _write_grants(out: ByteWriter, grants: BlockGrants) -> None:
     """Rows that are granted any, each with its count, then the ids, each as its difference to the one before."""
     indptr = grants.indptr
     counts = [(row, indptr[row + 1] - indptr[row]) for row in range(len(indptr) - 1) if indptr[row + 1] > indptr[row]]
@@ -426,7 +330,7 @@ def _write_grants(out: _Writer, grants: BlockGrants) -> None:
         before = block_id
 
 
-def _read_grants(reader: _Reader, num_rows: int) -> BlockGrants:
+def _read_grants(reader: ByteReader, num_rows: int) -> BlockGrants:
     counts = [0] * num_rows
     for _ in range(reader.uint()):
         row = reader.uint()
@@ -436,8 +340,8 @@ def _read_grants(reader: _Reader, num_rows: int) -> BlockGrants:
     return BlockGrants(indptr, tuple(accumulate(steps)))
 
 
-def _read_plan(reader: _Reader, last: _Rows) -> PlanRecord:
-    now_s, digests = reader.float(), reader.digests()
+def _read_plan(reader: ByteReader, last: _Rows) -> PlanRecord:
+    now_s, digests = reader.double(), reader.digests()
     if not reader.uint():
         return PlanRecord(now_s, None, digests)
     step_id, preempted_ids, finished_ids = reader.uint(), reader.uints(), reader.uints()

@@ -1,7 +1,7 @@
 """The decision log on disk: a thread of its own encodes and writes, so that serving never waits for a disk.
 
-A log that cannot go on, because the disk is full or fails, the size it may have is reached, or the disk is slower than the
-engine for long, ends with one warning; the engine goes on. What is on disk then can be replayed up to there.
+A log that cannot go on, because the disk is full or fails, the size it may have is reached, or the disk is slower than
+the engine for long, ends with one warning; the engine goes on. What is on disk then can be replayed up to there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns what an engine tells its scheduler, and what that chose, into decision-log records. Knows no files and no bytes.
+"""Turns what an engine tells its scheduler, and what that chose, into decision-log records. Knows no files.
 
 It sees requests, but keeps of them only numbers: a record has lengths and digests, never tokens, texts or names.
 """
@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ropeway.core.decision_bytes import DIGEST_BYTES
 from ropeway.core.decision_log import (
-    DIGEST_BYTES,
     AbortRecord,
     AddRecord,
     CommitRecord,
@@ -35,7 +35,7 @@ class _Followed:
 class DecisionRecorder:
     """Follows one engine from its first request on; called on its thread, after the scheduler.
 
-    put: takes each record. key: of the digests of names and hashes, so that logs with different keys cannot be compared.
+    put: takes each record. key: of the digests of names and hashes; nobody can compare logs with different keys.
     """
 
     def __init__(self, put: Callable[[Record], None], key: bytes) -> None:

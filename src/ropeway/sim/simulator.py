@@ -1,8 +1,8 @@
 """Drives an engine through virtual time: requests arrive when they should, a step takes what its plan costs.
 
-The engine and its scheduler are the real ones; only the runner and the clock are scripted. How long an answer will be is
-known here and nowhere else: the runner draws a stop token when an answer has reached its length. Knows no text, arrays or
-model.
+The engine and its scheduler are the real ones; only the runner and the clock are scripted. How long an answer will be
+is known here and nowhere else: the runner draws a stop token when an answer has reached its length. Knows no text,
+arrays or model.
 """
 
 from __future__ import annotations

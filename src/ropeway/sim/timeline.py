@@ -1,4 +1,4 @@
-"""What a schedule looked like: a table of its steps, and a timeline with one lane per sequence. Knows no scheduler, only records."""
+"""What a schedule looked like: a table of its steps, a timeline of its sequences. Knows records, no scheduler."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ class Timeline:
         parts = []
         if height >= 7:
             parts.append(
-                f'<text x="{_LEFT - 6}" y="{y + height - 2}" text-anchor="end" font-size="{height - 3}">{lane.sequence_id}</text>'
+                f'<text x="{_LEFT - 6}" y="{y + height - 2}" text-anchor="end" font-size="{height - 3}">'
+                f"{lane.sequence_id}</text>"
             )
         for phase, start_s, end_s in spans:
             x = _LEFT + _PLOT_WIDTH * (start_s - first_s) / length_s
@@ -189,7 +190,8 @@ def _time_axis(length_s: float, plot_height: int) -> Sequence[str]:
         parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{index * step_s:,g}</text>')
     parts.append(f'<path d="M{_LEFT} {_TOP}V{bottom}H{_LEFT + _PLOT_WIDTH}" fill="none" stroke="#222"/>')
     parts.append(
-        f'<text x="{_LEFT + _PLOT_WIDTH / 2}" y="{bottom + 34}" text-anchor="middle">time since the first record, seconds</text>'
+        f'<text x="{_LEFT + _PLOT_WIDTH / 2}" y="{bottom + 34}" text-anchor="middle">'
+        "time since the first record, seconds</text>"
     )
     parts.append(
         f'<text transform="translate(20 {_TOP + plot_height / 2}) rotate(-90)" text-anchor="middle">sequences</text>'

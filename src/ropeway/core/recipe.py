@@ -1,0 +1,60 @@
+"""Everything a scheduler is made from, as plain values: the one place that turns names into objects.
+
+Two schedulers of one recipe that are told the same at the same times make the same plans; so the recipe is the header of
+a decision log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from ropeway.core.admission import OptimisticAdmission
+from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
+from ropeway.core.kv_manager import KVManager
+from ropeway.core.limits import SchedulerLimits
+from ropeway.core.scheduler import Scheduler
+from ropeway.errors import ConfigError
+
+Value = str | int | float | bool | None
+
+# Blocks kept free when a request is admitted, so that those running can grow: one in this many.
+WATERMARK_DIVISOR = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerRecipe:
+    """max_num_seqs, max_num_batched_tokens, max_model_len: see `SchedulerLimits`.
+    num_kv_blocks, block_size: of each of the num_cache_groups. batching: continuous, static or static-padded.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int = 16
+    num_cache_groups: int = 1
+    batching: str = "continuous"
+
+    def make(self) -> Scheduler:
+        """A new scheduler. Raises ConfigError for a value out of range."""
+        limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+        kv = KVManager([self.num_kv_blocks] * self.num_cache_groups, self.block_size)
+        return Scheduler(limits, kv, batching=self._make_batching())
+
+    def to_values(self) -> dict[str, Value]:
+        """The recipe as a flat mapping, for the header of a decision log."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Value]) -> SchedulerRecipe:
+        """The recipe back from `to_values`. Raises ConfigError for names that are missing or unknown."""
+        try:
+            return cls(**values)  # type: ignore[arg-type]  # a log of this version holds what to_values wrote
+        except TypeError as error:
+            raise ConfigError(f"no scheduler can be made from {sorted(values)}: {error}") from error
+
+    def _make_batching(self) -> Batching:
+        if self.batching == "continuous":
+            return ContinuousBatching(OptimisticAdmission(self.num_kv_blocks // WATERMARK_DIVISOR))
+        return StaticBatching(is_padded=self.batching == "static-padded")
