@@ -69,6 +69,12 @@ nb::object forward(Executable& executable, nb::handle batch) {
       data, {out_rows.shape(0), static_cast<size_t>(executable.vocab_size())}, owner));
 }
 
+void copy_blocks(Executable& executable, int group, const Array<int32_t>& source_ids,
+                 const Array<int32_t>& destination_ids) {
+  nb::gil_scoped_release released;
+  executable.copy_blocks(group, span(source_ids), span(destination_ids));
+}
+
 int add_matrix(Executable& executable, const std::string& type, int n, int k, const Array<uint8_t>& data) {
   const TensorType parsed = tensor_type(type);
   nb::gil_scoped_release released;
@@ -188,6 +194,8 @@ void bind_executable(nb::module_& m) {
           nb::arg("label"), nb::arg("out"), nb::arg("q"), nb::arg("group"), nb::arg("layer"), nb::arg("num_heads"),
           nb::arg("scale"))
       .def("set_logits", &Executable::set_logits, nb::arg("buffer"))
+      .def("copy_blocks", &copy_blocks, nb::arg("group"), nb::arg("source_ids"), nb::arg("destination_ids"),
+           "Copies whole blocks, pair after pair. Raises ValueError for ids outside the pool.")
       .def("forward", &forward, nb::arg("batch"),
            "logits[R, vocab] of a ForwardBatch. Raises ValueError for a batch that does not fit.")
       .def_prop_ro("packed_bytes", &Executable::packed_bytes)

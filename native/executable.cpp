@@ -211,6 +211,27 @@ int64_t Executable::kv_bytes() const {
   return total;
 }
 
+void Executable::copy_blocks(int group, std::span<const int32_t> source_ids, std::span<const int32_t> destination_ids) {
+  if (group < 0 || group >= static_cast<int>(groups_.size()))
+    refuse("cache group ", group, " of ", groups_.size());
+  if (source_ids.size() != destination_ids.size())
+    refuse(source_ids.size(), " blocks to copy to ", destination_ids.size());
+  for (const std::span<const int32_t>& ids : {source_ids, destination_ids})
+    for (const int32_t id : ids)
+      if (id < 0 || id >= num_kv_blocks_) refuse("block ", id, " of a pool of ", num_kv_blocks_);
+  const KvPool& pool = groups_[group];
+  uint16_t* const blocks = pool.layer(0);
+  // A layer is one chunk, so that each value is copied in the order of the pairs: a source may be an earlier target.
+  const int64_t layer_stride = pool.num_kv_heads * pool.head_stride;
+  pool_.parallel_for(pool.num_layers, [&](int layer, int) {
+    for (size_t i = 0; i < source_ids.size(); ++i)
+      if (source_ids[i] != destination_ids[i])
+        std::memcpy(blocks + destination_ids[i] * pool.block_stride + layer * layer_stride,
+                    blocks + source_ids[i] * pool.block_stride + layer * layer_stride,
+                    layer_stride * sizeof(uint16_t));
+  });
+}
+
 int Executable::add_time(const std::string& label) {
   for (size_t i = 0; i < times_.size(); ++i)
     if (times_[i].label == label) return static_cast<int>(i);

@@ -85,6 +85,9 @@ class Executable {
   void add_attention_phase(std::string label, AttentionOp op);
   void set_logits(int buffer);
 
+  // Copies whole blocks of one cache group, pair after pair; refuses ids outside the pool (std::invalid_argument).
+  void copy_blocks(int group, std::span<const int32_t> source_ids, std::span<const int32_t> destination_ids);
+
   // logits[R][vocab]; a later forward may write elsewhere but never frees them under a holder.
   std::shared_ptr<float[]> forward(const ForwardBatch& batch);
 

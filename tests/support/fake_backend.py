@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import BlockTables, Float32Array, ForwardBatch, SampleBatch, Samples
+from ropeway.backends.batch import BlockTables, Float32Array, ForwardBatch, Int32Array, SampleBatch, Samples
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -60,6 +60,7 @@ class FakeBackend:
         self._hashes = np.zeros(num_kv_blocks * block_size, dtype=np.uint64)
         self._histories: list[npt.NDArray[np.int32]] = []  # of the last pass, one per row of its logits
         self.num_forwards = 0
+        self.num_blocks_copied = 0
         self.num_tokens_computed = 0
 
     @property
@@ -80,6 +81,15 @@ class FakeBackend:
         for _ in range(num_tokens):
             history.append(self._likeliest(np.asarray(history)))
         return tuple(history[len(prompt_token_ids) :])
+
+    def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
+        """Copies what was written to whole blocks, pair after pair."""
+        assert group == 0, "the fake backend has one cache group"
+        for source, destination in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
+            for column in (self._is_written, self._tokens, self._positions, self._hashes):
+                blocks = column.reshape(self._num_kv_blocks, self._block_size)
+                blocks[destination] = blocks[source]
+        self.num_blocks_copied += len(source_ids)
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """Writes the step's tokens, verifies every row's history, returns logits[R, V] with one peak each."""

@@ -32,7 +32,8 @@ def test_the_pool_refuses_our_own_mistakes() -> None:
 def test_grants_append_to_the_table_of_each_group_and_free_takes_all() -> None:
     kv = KVManager([4, 6], block_size=4)
     sequence = Sequence(0, make_request("a", 9, 3), 0)
-    assert kv.grant(sequence, kv.num_blocks_for(9)) == ([0, 1, 2], [0, 1, 2])
+    kv.board(sequence, 9)
+    assert sequence.block_ids == ([0, 1, 2], [0, 1, 2])
     assert kv.grant(sequence, 1) == ([3], [3])
     assert sequence.block_ids == ([0, 1, 2, 3],) * 2 and sequence.num_slots == 16
     assert (kv.num_groups, kv.num_blocks, kv.num_free_blocks) == (2, 4, 0)

@@ -94,6 +94,7 @@ class Samples:
 class Backend(Protocol):
     """A Program made executable, with its KV pool. Not thread-safe: one caller at a time.
 
+    `copy_blocks` copies whole blocks of a cache group in every layer, pair after pair: an earlier target may be a source.
     `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change them in place.
     """
 
@@ -105,6 +106,8 @@ class Backend(Protocol):
 
     @property
     def block_size(self) -> int: ...
+
+    def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> Float32Array: ...
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ropeway import _native
-from ropeway.backends.batch import Float32Array, ForwardBatch, SampleBatch, Samples
+from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, SampleBatch, Samples
 from ropeway.backends.lowering import (
     LOGITS,
     AttentionPhase,
@@ -99,6 +99,10 @@ class NativeBackend:
     def kv_bytes(self) -> int:
         """Memory of the KV pool once every block was used."""
         return self._executable.kv_bytes
+
+    def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
+        """Copies whole blocks of a cache group, pair after pair. Raises ValueError for ids outside the pool."""
+        self._executable.copy_blocks(group, source_ids, destination_ids)
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """logits[R, vocab] of the rows that `batch` asks for; the KV cache gains the batch's tokens."""

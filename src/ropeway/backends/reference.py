@@ -78,6 +78,13 @@ class ReferenceBackend:
     def block_size(self) -> int:
         return self._block_size
 
+    def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
+        """Copies whole blocks of a cache group, pair after pair."""
+        for layer in self._program.cache_groups[group].layers:
+            for cache in (self._keys[layer], self._values[layer]):
+                for source, destination in zip(source_ids, destination_ids, strict=True):
+                    cache[destination] = cache[source]
+
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """logits[R, vocab] of the rows that `batch` asks for; the KV cache gains the batch's tokens."""
         slots = [self._slots(batch, group) for group in range(len(self._program.cache_groups))]

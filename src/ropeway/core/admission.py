@@ -46,7 +46,7 @@ class OptimisticAdmission:
         return sequence.num_tokens
 
     def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
-        return kv.num_blocks_for(sequence.num_tokens) + self._num_kept_blocks <= kv.num_free_blocks
+        return kv.num_blocks_to_take(sequence, sequence.num_tokens) + self._num_kept_blocks <= kv.num_free_blocks
 
     def on_boarded(self, sequence: Sequence) -> None:
         pass
@@ -65,7 +65,7 @@ class ReserveAdmission:
         return sequence.max_num_tokens
 
     def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
-        return kv.num_blocks_for(sequence.max_num_tokens) <= kv.num_free_blocks
+        return kv.num_blocks_to_take(sequence, sequence.max_num_tokens) <= kv.num_free_blocks
 
     def on_boarded(self, sequence: Sequence) -> None:
         pass

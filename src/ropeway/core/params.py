@@ -130,6 +130,8 @@ class Request:
     max_tokens: resolved against the effective context, so len(prompt) + max_tokens always fits it.
     seed: resolved, 0..2**64-1. Sequence i of the request draws with the key (seed, i).
     stop_token_ids: every id that ends a sequence: the caller's, and the model's own unless ignore_eos.
+    skips_prefix_cache: every position of the prompt is computed, as one must be whose logits are wanted
+        (`prompt_logprobs`); others may still share what it computes.
     """
 
     request_id: str
@@ -139,6 +141,7 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     terms: ServiceTerms = field(default_factory=ServiceTerms)
+    skips_prefix_cache: bool = False
 
 
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:

@@ -22,6 +22,14 @@ class BlockGrants:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Blocks of one cache group to copy before the forward pass: source_ids[i] to destination_ids[i], in order."""
+
+    source_ids: tuple[int, ...]
+    destination_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes. S rows, decodes first.
 
@@ -32,6 +40,10 @@ class StepPlan:
     grants: one per cache group.
     preempted_ids: lost every block since the previous plan; the runner clears their block rows, keeps their tokens.
     finished_ids: ended since the previous plan; the runner forgets them.
+    copies: one per cache group, or none at all.
+
+    The first row of a sequence that boards starts behind what the prefix cache holds of it, and is granted its whole
+    block table, shared blocks too.
 
     A token sampled by row s takes position starts[s] + num_tokens[s]; where the runner has one there (padding rows of a
     static batch), it is the same. The runner clears and forgets before it applies grants; after a failed step its
@@ -46,6 +58,7 @@ class StepPlan:
     grants: tuple[BlockGrants, ...]
     preempted_ids: tuple[int, ...] = ()
     finished_ids: tuple[int, ...] = ()
+    copies: tuple[BlockCopies, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -78,10 +91,12 @@ class SequenceEvent:
     sequence and a frozen one takes 1.4 us to make instead of 0.4.
 
     index: of the sequence within its request (0..n-1). token_ids: newly generated, in order; the stop token, where one
-    ended the sequence, is included. num_tokens in a `stop` by text is settled by the text side.
+    ended the sequence, is included. num_tokens in a `stop` by text is settled by the text side. num_cached_tokens: of
+    the prompt, how many the prefix cache held when the sequence first boarded.
     """
 
     request_id: str
     index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0

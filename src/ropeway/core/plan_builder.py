@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ropeway.core.pacing import StepBudget
-from ropeway.core.plan import BlockGrants, StepPlan
+from ropeway.core.plan import BlockCopies, BlockGrants, StepPlan
 from ropeway.core.sequence import Sequence as TokenSequence
 
 Granted = tuple[int, Sequence[Sequence[int]]]  # a row, and the block ids it is granted in each cache group
@@ -24,6 +24,7 @@ class PlanBuilder:
         self._num_tokens: list[int] = []
         self._is_sampled: list[bool] = []
         self._granted: list[Granted] = []
+        self.prefilled: list[TokenSequence] = []
         self.num_prompt_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_padding_tokens = 0
@@ -58,27 +59,34 @@ class PlanBuilder:
         self._add_row(sequence.sequence_id, sequence.num_computed_tokens - 1, 1, True)
         self.num_padding_tokens += 1
 
-    def add_prefill(self, sequence: TokenSequence) -> None:
+    def add_prefill(self, sequence: TokenSequence, *, is_boarding: bool = False) -> None:
         """Plan as many uncomputed tokens of a sequence as the budget leaves; no row where it leaves none.
 
-        The row of a sequence's first tokens carries its whole block table: it was granted when the sequence boarded.
+        The row of one that boards, for which the budget has been seen to leave a token, carries its whole block table.
         """
         start = sequence.num_computed_tokens
         num_tokens = min(sequence.num_tokens - start, self.budget.num_prefill_tokens(start))
         if num_tokens <= 0:
             return
-        if not start:
+        if is_boarding:
             self._granted.append((len(self._starts), sequence.block_ids))
         end = start + num_tokens
         is_sampled = end == sequence.num_tokens
         self._add_row(sequence.sequence_id, start, num_tokens, is_sampled)
         self.budget.add_prefill(start, num_tokens, is_sampled)
         sequence.num_computed_tokens = end
+        self.prefilled.append(sequence)
         num_first_new = max(start, sequence.num_recompute_tokens)  # positions below were computed before
         self.num_recomputed_tokens += max(0, min(end, num_first_new) - start)
         self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - num_first_new)
 
-    def build(self, step_id: int, preempted_ids: tuple[int, ...], finished_ids: tuple[int, ...]) -> StepPlan:
+    def build(
+        self,
+        step_id: int,
+        preempted_ids: tuple[int, ...],
+        finished_ids: tuple[int, ...],
+        copies: tuple[BlockCopies, ...],
+    ) -> StepPlan:
         """The plan, as plain columns."""
         counts = [0] * len(self._starts)
         for row, granted in self._granted:
@@ -93,6 +101,7 @@ class PlanBuilder:
             tuple([BlockGrants(indptr, self._granted_ids(group)) for group in range(self._num_groups)]),
             preempted_ids,
             finished_ids,
+            copies,
         )
 
     def _add_row(self, sequence_id: int, start: int, num_tokens: int, is_sampled: bool) -> None:

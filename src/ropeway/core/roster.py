@@ -63,8 +63,7 @@ class Roster:
     def board(self) -> Sequence:
         """The first of the line runs, with the blocks that the admission grants it."""
         sequence = self.line.pop()
-        kv = self._kv
-        kv.grant(sequence, kv.num_blocks_for(self._admission.num_slots(sequence)))
+        self._kv.board(sequence, self._admission.num_slots(sequence))
         self.num_preempted -= sequence.state is SequenceState.PREEMPTED
         sequence.state = SequenceState.RUNNING
         self.running[sequence.sequence_id] = sequence
@@ -124,7 +123,8 @@ class Roster:
         for sequence in sequences:
             if sequence.finish_reason is None:
                 self.finish(sequence, reason)
-                events.append(SequenceEvent(sequence.request.request_id, sequence.index, (), reason))
+                request_id, num_cached_tokens = sequence.request.request_id, sequence.num_cached_tokens
+                events.append(SequenceEvent(request_id, sequence.index, (), reason, num_cached_tokens))
         return events
 
     def _release(self, sequence: Sequence) -> None:

@@ -50,6 +50,7 @@ class Scheduler:
 
         self._in_flight: StepPlan | None = None
         self._planned_s = 0.0
+        self._prefilled: list[Sequence] = []  # in the step in flight
         self._num_steps = 0
         self._num_failed_steps = 0
         self._num_recomputed_tokens = 0
@@ -107,14 +108,19 @@ class Scheduler:
         assert result.sequence_ids == sampled_ids and len(result.token_ids) == len(sampled_ids), "not what was planned"
         self._in_flight = None
         self._pacing.on_computed(plan, now_s - self._planned_s)
-        roster, batching = self._roster, self._batching
+        roster, batching, append_token = self._roster, self._batching, self._kv.append_token
+        for sequence in self._prefilled:
+            if sequence.finish_reason is None and sequence.sequence_id not in result.failed_sequence_ids:
+                self._kv.publish(sequence)
         events = []
         for sequence_id, token_id in zip(sampled_ids, result.token_ids, strict=True):
             sequence = roster.sequences.get(sequence_id)
             if sequence is None:  # ended while the step was in flight, or padding
                 continue
+            append_token(sequence, token_id)
             reason = sequence.append_token(token_id)
-            events.append(SequenceEvent(sequence.request.request_id, sequence.index, (token_id,), reason))
+            request_id, num_cached_tokens = sequence.request.request_id, sequence.num_cached_tokens
+            events.append(SequenceEvent(request_id, sequence.index, (token_id,), reason, num_cached_tokens))
             if reason is not None:
                 roster.finish(sequence, reason, is_retained=batching.retains(reason))
         self._num_generation_tokens += len(events)
@@ -166,6 +172,10 @@ class Scheduler:
             num_padding_tokens=self._num_padding_tokens,
             num_steps=self._num_steps,
             num_failed_steps=self._num_failed_steps,
+            num_prefix_queries=self._kv.num_prefix_queries,
+            num_prefix_hits=self._kv.num_prefix_hits,
+            num_cached_blocks=self._kv.num_cached_blocks,
+            num_evicted_blocks=self._kv.num_evicted_blocks,
             num_finished=dict(roster.num_finished),
         )
 
@@ -208,14 +218,23 @@ class Scheduler:
         return prefilling
 
     def _board(self, builder: PlanBuilder, num_running_before: int) -> None:
-        """Admit those who wait, in policy order; nobody overtakes one that does not fit."""
-        roster = self._roster
+        """Admit those who wait, in policy order; nobody overtakes one that does not fit.
+
+        One that would compute what another is computing lets others pass.
+        """
         while (sequence := self._line.first()) is not None:
             reason = self._obstacle(sequence, builder, num_running_before)
-            if reason is not None:
-                sequence.waiting_reason = reason
+            if reason is None:
+                builder.add_prefill(self._roster.board(), is_boarding=True)
+                continue
+            sequence.waiting_reason = reason
+            if reason is not WaitingReason.DEFERRED or not self._defer(sequence):
                 return
-            builder.add_prefill(roster.board())
+
+    def _defer(self, sequence: Sequence) -> bool:
+        leader = self._kv.leader(sequence)
+        assert leader is not None
+        return self._line.defer(leader, self._kv.num_shared_blocks(sequence, leader))
 
     def _obstacle(self, sequence: Sequence, builder: PlanBuilder, num_running_before: int) -> WaitingReason | None:
         """Why the first of the line does not board; None where it may."""
@@ -224,19 +243,26 @@ class Scheduler:
             return WaitingReason.CAPACITY
         if not batching.may_board(num_running_before, builder.num_tokens_left):
             return WaitingReason.BUDGET if batching.may_board(num_running_before, 1) else WaitingReason.CAPACITY
+        self._kv.match(sequence, self._roster.sequences_of(sequence.request.request_id))
+        leader = self._kv.leader(sequence)
+        if leader is not None and self._line.key(leader) < self._line.key(sequence):
+            return WaitingReason.DEFERRED
+        if builder.budget.num_prefill_tokens(sequence.match.num_tokens) < 1:
+            return WaitingReason.BUDGET
         if num_running and not batching.admission.may_board(sequence, self._kv):
             return WaitingReason.CAPACITY
         return None
 
     def _launch(self, builder: PlanBuilder, now_s: float) -> StepPlan:
         preempted_ids, finished_ids = self._roster.take_announcements()
-        plan = builder.build(self._num_steps, preempted_ids, finished_ids)
+        plan = builder.build(self._num_steps, preempted_ids, finished_ids, self._kv.take_copies())
         assert plan.num_rows, "there is work, and none of it can be done"
         self._num_steps += 1
         self._num_prompt_tokens += builder.num_prompt_tokens
         self._num_recomputed_tokens += builder.num_recomputed_tokens
         self._num_padding_tokens += builder.num_padding_tokens
         self._in_flight = plan
+        self._prefilled = builder.prefilled
         self._planned_s = now_s
         return plan
 

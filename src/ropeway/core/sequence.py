@@ -1,5 +1,6 @@
-"""One stream of tokens being generated, as scheduling sees it: counts and block ids. Holds no token values.
+"""One stream of tokens being generated, as scheduling sees it: counts and block ids.
 
+It holds token values only of its last block, until that is full and has a hash.
 Only the scheduler and its KV manager change a sequence.
 """
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ropeway.core.params import FinishReason, Request
+from ropeway.core.prefix_index import NOTHING_CACHED, PrefixMatch
 
 
 class SequenceState(Enum):
@@ -47,6 +49,11 @@ class Sequence:
     num_slots: cache slots its blocks hold. block_ids: one block table per cache group.
     arrival_s: when it was added, on the clock of whoever drives the scheduler.
     rank: its place in an order that never changes, given once by its policy. waiting_reason: while it waits.
+    num_cached_tokens: of its prompt, how many the prefix cache held when it first boarded.
+    block_hashes: of its full blocks, as far as known and, behind the prompt, computed; kept when it is preempted.
+    tail_token_ids: the known tokens after those. is_hashed: both were made, from the prompt.
+    num_published_blocks: leading blocks of its table that others may share.
+    match: what it would find in the prefix cache, as of when that was asked; nothing once it has boarded.
     """
 
     sequence_id: int
@@ -65,6 +72,12 @@ class Sequence:
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     waiting_reason: WaitingReason = field(init=False, default=WaitingReason.POLICY)
     finish_reason: FinishReason | None = field(init=False, default=None)
+    num_cached_tokens: int = field(init=False, default=0)
+    is_hashed: bool = field(init=False, default=False)
+    block_hashes: list[bytes] = field(init=False, default_factory=list)
+    tail_token_ids: list[int] = field(init=False, default_factory=list)
+    num_published_blocks: int = field(init=False, default=0)
+    match: PrefixMatch = field(init=False, default=NOTHING_CACHED)
 
     def __post_init__(self) -> None:
         self.rank = (0.0, self.sequence_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ropeway.core.deferral import Deferrals
 from ropeway.core.policy import FirstComeFirstServed, Key, Policy
 from ropeway.core.sequence import Sequence
 
@@ -20,9 +21,10 @@ class WaitingLine:
     def __init__(self, make_policy: Callable[[], Policy] = FirstComeFirstServed) -> None:
         self._interactive = make_policy()
         self._background = make_policy()
+        self._deferred = Deferrals()
 
     def __len__(self) -> int:
-        return len(self._interactive) + len(self._background)
+        return len(self._interactive) + len(self._background) + len(self._deferred)
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         """A new or preempted sequence takes its place."""
@@ -30,15 +32,31 @@ class WaitingLine:
 
     def remove(self, sequence: Sequence) -> None:
         """A waiting sequence ends."""
-        self._policy_of(sequence).remove(sequence)
+        (self._deferred if sequence in self._deferred else self._policy_of(sequence)).remove(sequence)
+
+    def defer(self, leader: Sequence, num_blocks: int) -> bool:
+        """The first lets others pass until `leader` has published `num_blocks` blocks. False where too many do so."""
+        if self._deferred.is_full:
+            return False
+        self._deferred.add(self.pop(), leader, num_blocks)
+        return True
 
     def first(self) -> Sequence | None:
-        """Who boards next."""
-        return self._interactive.first() or self._background.first()
+        """Who boards next. Those who let others pass were ahead of the rest of their class."""
+        first = self._interactive.first() or self._background.first()
+        back = self._deferred.first() if self._deferred else None
+        if back is None or (first is not None and _is_background(back) > _is_background(first)):
+            return first
+        return back
 
     def pop(self) -> Sequence:
         """The first boards."""
-        return (self._interactive if len(self._interactive) else self._background).pop()
+        sequence = self.first()
+        assert sequence is not None, "nobody waits"
+        if sequence not in self._deferred:
+            return self._policy_of(sequence).pop()
+        self._deferred.remove(sequence)
+        return sequence
 
     def key(self, sequence: Sequence) -> Key:
         """The place of a running sequence; the smallest comes first."""
@@ -59,10 +77,19 @@ class WaitingLine:
     def check_invariants(self, waiting: Iterable[Sequence]) -> None:
         """Check that exactly `waiting` wait, in order. Raises AssertionError with the first violation."""
         classes: tuple[list[Sequence], list[Sequence]] = ([], [])
+        deferred = list(self._deferred)
         for sequence in waiting:
+            if sequence in deferred:
+                deferred.remove(sequence)
+                continue
             classes[sequence.request.terms.is_background].append(sequence)
+        assert not deferred, "one that does not wait lets others pass"
         self._interactive.check_invariants(classes[False])
         self._background.check_invariants(classes[True])
 
     def _policy_of(self, sequence: Sequence) -> Policy:
-        return self._background if sequence.request.terms.is_background else self._interactive
+        return self._background if _is_background(sequence) else self._interactive
+
+
+def _is_background(sequence: Sequence) -> bool:
+    return sequence.request.terms.is_background

@@ -107,6 +107,13 @@ class Runner:
         for group, grants in enumerate(plan.grants):
             self._apply(group, grants, rows.slots)
 
+        for group, copies in enumerate(plan.copies):
+            self._backend.copy_blocks(
+                group,
+                np.array(copies.source_ids, dtype=np.int32),
+                np.array(copies.destination_ids, dtype=np.int32),
+            )
+
         num_known = self._num_tokens[rows.slots]
         batch = self._forward_batch(plan, rows, num_known)
         logits = self._backend.forward(batch)
