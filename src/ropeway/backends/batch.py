@@ -94,7 +94,8 @@ class Samples:
 class Backend(Protocol):
     """A Program made executable, with its KV pool. Not thread-safe: one caller at a time.
 
-    `copy_blocks` copies whole blocks of a cache group in every layer, pair after pair: an earlier target may be a source.
+    `copy_blocks` copies whole blocks of a cache group, in every layer and pair after pair: an earlier target may be a
+    source.
     `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change them in place.
     """
 

@@ -11,8 +11,8 @@ class BlockPool:
     """Hands out block ids 0..num_blocks-1, each with a count of its holders.
 
     A block nobody holds is free: *blank*, or *parked* in the index under the hash of its tokens. Blank ones are handed
-    out first, the one freed last before others: its memory is the warmest. Then parked ones are evicted. Blocks are given
-    back last first, so of a prefix the end is evicted before what leads to it.
+    out first, the one freed last before others: its memory is the warmest. Then parked ones are evicted. Blocks are
+    given back last first, so of a prefix the end is evicted before what leads to it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -72,7 +72,7 @@ class BlockPool:
         if known_id is not None:
             if self._num_holders[known_id]:
                 return
-            # Whoever goes on from here holds the new block, not the old one, which would be evicted before its successors.
+            # Whoever goes on from here holds the new block; the old one would be evicted before what follows it.
             self.index.unpark(known_id)
             self.index.remove(known_id)
             self._blank_ids.append(known_id)

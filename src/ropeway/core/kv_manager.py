@@ -134,6 +134,7 @@ class KVManager:
                 source_ids.append(last_id)
                 destination_ids.append(table[match.num_blocks])
         sequence.block_ids = tables
+        sequence.is_announced = False
         sequence.num_slots = num_blocks * self._block_size
         sequence.num_computed_tokens = match.num_tokens
         sequence.num_published_blocks = match.num_blocks
@@ -188,7 +189,7 @@ class KVManager:
             self.publish(sequence)
 
     def publish(self, sequence: TokenSequence) -> None:
-        """Offer the full blocks of what a running sequence has computed; call it when the step that did so succeeded."""
+        """Offer the full blocks that a running sequence has computed, once the step that did so has succeeded."""
         hashes = sequence.block_hashes
         first, end = sequence.num_published_blocks, min(sequence.num_computed_tokens // self._block_size, len(hashes))
         if end <= first:

@@ -59,17 +59,18 @@ class PlanBuilder:
         self._add_row(sequence.sequence_id, sequence.num_computed_tokens - 1, 1, True)
         self.num_padding_tokens += 1
 
-    def add_prefill(self, sequence: TokenSequence, *, is_boarding: bool = False) -> None:
+    def add_prefill(self, sequence: TokenSequence) -> None:
         """Plan as many uncomputed tokens of a sequence as the budget leaves; no row where it leaves none.
 
-        The row of one that boards, for which the budget has been seen to leave a token, carries its whole block table.
+        Its first row since it boarded carries its whole block table.
         """
         start = sequence.num_computed_tokens
         num_tokens = min(sequence.num_tokens - start, self.budget.num_prefill_tokens(start))
         if num_tokens <= 0:
             return
-        if is_boarding:
+        if not sequence.is_announced:
             self._granted.append((len(self._starts), sequence.block_ids))
+            sequence.is_announced = True
         end = start + num_tokens
         is_sampled = end == sequence.num_tokens
         self._add_row(sequence.sequence_id, start, num_tokens, is_sampled)

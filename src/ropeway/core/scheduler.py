@@ -109,9 +109,9 @@ class Scheduler:
         self._in_flight = None
         self._pacing.on_computed(plan, now_s - self._planned_s)
         roster, batching, append_token = self._roster, self._batching, self._kv.append_token
-        for sequence in self._prefilled:
-            if sequence.finish_reason is None and sequence.sequence_id not in result.failed_sequence_ids:
-                self._kv.publish(sequence)
+        for computed in self._prefilled:
+            if computed.finish_reason is None and computed.sequence_id not in result.failed_sequence_ids:
+                self._kv.publish(computed)
         events = []
         for sequence_id, token_id in zip(sampled_ids, result.token_ids, strict=True):
             sequence = roster.sequences.get(sequence_id)
@@ -225,7 +225,7 @@ class Scheduler:
         while (sequence := self._line.first()) is not None:
             reason = self._obstacle(sequence, builder, num_running_before)
             if reason is None:
-                builder.add_prefill(self._roster.board(), is_boarding=True)
+                builder.add_prefill(self._roster.board())
                 continue
             sequence.waiting_reason = reason
             if reason is not WaitingReason.DEFERRED or not self._defer(sequence):
@@ -247,8 +247,8 @@ class Scheduler:
         leader = self._kv.leader(sequence)
         if leader is not None and self._line.key(leader) < self._line.key(sequence):
             return WaitingReason.DEFERRED
-        if builder.budget.num_prefill_tokens(sequence.match.num_tokens) < 1:
-            return WaitingReason.BUDGET
+        if sequence.match.num_tokens and builder.budget.num_prefill_tokens(sequence.match.num_tokens) < 1:
+            return WaitingReason.BUDGET  # blocks are copied in the step that computes on them
         if num_running and not batching.admission.may_board(sequence, self._kv):
             return WaitingReason.CAPACITY
         return None

@@ -46,7 +46,7 @@ class Sequence:
     num_computed_tokens: leading tokens whose keys and values are in the cache, or will be after the step in flight.
     num_prefill_tokens: tokens known when it was last admitted, or will be; below them it prefills, then it decodes.
     num_recompute_tokens: positions below this were computed before, and lost by preemption.
-    num_slots: cache slots its blocks hold. block_ids: one block table per cache group.
+    num_slots: cache slots its blocks hold. block_ids: one block table per cache group. is_announced: it was in a plan.
     arrival_s: when it was added, on the clock of whoever drives the scheduler.
     rank: its place in an order that never changes, given once by its policy. waiting_reason: while it waits.
     num_cached_tokens: of its prompt, how many the prefix cache held when it first boarded.
@@ -68,6 +68,7 @@ class Sequence:
     num_recompute_tokens: int = field(init=False, default=0)
     num_slots: int = field(init=False, default=0)
     block_ids: tuple[list[int], ...] = field(init=False, default=())
+    is_announced: bool = field(init=False, default=False)
     num_preemptions: int = field(init=False, default=0)
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     waiting_reason: WaitingReason = field(init=False, default=WaitingReason.POLICY)

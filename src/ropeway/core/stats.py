@@ -18,9 +18,9 @@ class EngineStats:
     Counters: num_prompt_tokens counts each prompt token once, when it is first computed; tokens computed again after a
     preemption are in num_recomputed_tokens only. num_generation_tokens: sampled tokens. num_padding_tokens: computed
     for finished members of a padded static batch. num_finished: sequences by finish reason. num_steps: of which
-    num_failed_steps could not be computed. num_prefix_queries: prompt tokens of sequences that boarded, while the prefix
-    cache is on; num_prefix_hits: of them, those it held, which are in no other count of tokens. num_evicted_blocks: blocks
-    it gave up for other tokens.
+    num_failed_steps could not be computed. num_prefix_queries: prompt tokens of sequences that boarded, while the
+    prefix cache is on; num_prefix_hits: of them, those it held, which are in no other count of tokens.
+    num_evicted_blocks: blocks it gave up for other tokens.
     """
 
     num_running: int
