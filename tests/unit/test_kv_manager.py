@@ -56,8 +56,12 @@ def test_a_pool_or_block_of_nothing_is_refused(num_blocks: list[int], block_size
 
 
 def test_admissions() -> None:
-    sequence = Sequence(0, make_request("a", 9, 3), 0)
-    assert (OptimisticAdmission(2).num_slots(sequence), OptimisticAdmission(2).num_kept_blocks) == (9, 2)
-    assert (ReserveAdmission().num_slots(sequence), ReserveAdmission().num_kept_blocks) == (12, 0)
+    kv = KVManager([4], block_size=4)
+    sequence = Sequence(0, make_request("a", 9, 5), 0)
+    assert OptimisticAdmission().num_slots(sequence) == 9 and ReserveAdmission().num_slots(sequence) == 14
+    assert OptimisticAdmission(1).may_board(sequence, kv) and ReserveAdmission().may_board(sequence, kv)
+    assert not OptimisticAdmission(2).may_board(sequence, kv)
+    kv.board(Sequence(1, make_request("b", 1, 1), 0), 1)
+    assert OptimisticAdmission().may_board(sequence, kv) and not ReserveAdmission().may_board(sequence, kv)
     with pytest.raises(ConfigError, match="watermark"):
         OptimisticAdmission(-1)

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"core", "config", "llm", "engine", "inputs", "outputs", "_version"},
 }  # fmt: skip
 STANDARD_LIBRARY_OF_CORE = {
-    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
+    "__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
     "math", "operator", "struct", "types", "typing",
 }  # fmt: skip
 

@@ -446,10 +446,11 @@ def _corruptions() -> dict[str, Callable[[Scheduler], object]]:
         "a finished sequence is not gone": lambda s: setattr(first(s), "finish_reason", "stop"),
         "an unfinished sequence is retained": lambda s: s._roster.retained.update({0: _retained(first(s))}),
         "slots differ": lambda s: first(s).block_ids[0].pop(),
-        "two holders": share,
+        "holders of a block are miscounted": share,
         "than are known": lambda s: setattr(first(s), "num_computed_tokens", 99),
-        "neither free nor held": lambda s: s._kv._pools[0].take(1),
-        "is free": lambda s: s._kv._pools[0]._free_ids.append(0),
+        "holders of a block are .*counted": lambda s: s._kv._pools[0].take(1),
+        "do not add up": lambda s: s._kv._pools[0]._blank_ids.append(0),
+        "a block is free twice": lambda s: s._kv._pools[0]._blank_ids.append(63),
         "more sequences run": lambda s: setattr(s, "_limits", SchedulerLimits(1, 64, 1000)),
     }
 
