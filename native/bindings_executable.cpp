@@ -57,10 +57,14 @@ nb::object forward(Executable& executable, nb::handle batch) {
   ForwardBatch view{span(token_ids), span(positions), span(query_indptr), span(kv_lens), span(out_rows), {}};
   for (const Table& table : tables) view.tables.push_back({span(table.block_ids), span(table.offsets)});
   std::shared_ptr<float[]> logits;
+  const int64_t start_ns = steady_ns();
+  int64_t end_ns;
   {
     nb::gil_scoped_release released;
     logits = executable.forward(view);
+    end_ns = steady_ns();
   }
+  executable.last_call = {end_ns - start_ns, steady_ns() - end_ns};
   float* data = logits.get();
   auto holder = std::make_unique<std::shared_ptr<float[]>>(std::move(logits));
   nb::capsule owner(holder.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
@@ -132,6 +136,10 @@ std::vector<Product> products(const std::vector<std::pair<int, int>>& pairs) {
   return found;
 }
 
+nb::tuple as_seconds(const CallTimes& times) {
+  return nb::make_tuple(static_cast<double>(times.native_ns) * 1e-9, static_cast<double>(times.lock_wait_ns) * 1e-9);
+}
+
 nb::dict profile(const Executable& executable) {
   nb::dict times;
   for (const PhaseTime& time : executable.profile())
@@ -200,6 +208,16 @@ void bind_executable(nb::module_& m) {
            "logits[R, vocab] of a ForwardBatch. Raises ValueError for a batch that does not fit.")
       .def_prop_ro("packed_bytes", &Executable::packed_bytes)
       .def_prop_ro("kv_bytes", &Executable::kv_bytes)
+      .def_prop_ro(
+          "work",
+          [](const Executable& executable) {
+            const Work& work = executable.work();
+            return nb::make_tuple(work.int8_multiply_adds, work.f32_multiply_adds, work.bytes_read);
+          },
+          "int8 multiply-adds, float32 multiply-adds and bytes read, since the start.")
+      .def_prop_ro(
+          "last_call", [](const Executable& executable) { return as_seconds(executable.last_call); },
+          "Of the last forward: seconds without the interpreter lock, then seconds until it was had again.")
       .def("set_profiling", &Executable::set_profiling, nb::arg("is_on"),
            "Turns timing on or off, and clears the times.")
       .def("profile", &profile, "Label of a phase -> (runs, seconds).");

@@ -151,6 +151,8 @@ nb::tuple sample(Sampler& sampler, const Logits& logits, nb::handle batch) {
   }
   const Columns columns(batch, num_rows);
   std::vector<SampleDraw> draws(static_cast<size_t>(num_rows));
+  const int64_t start_ns = steady_ns();
+  int64_t end_ns;
   {
     nb::gil_scoped_release released;
     columns.check(vocab_size);
@@ -158,7 +160,9 @@ nb::tuple sample(Sampler& sampler, const Logits& logits, nb::handle batch) {
     rows.reserve(draws.size());
     for (int64_t r = 0; r < num_rows; ++r) rows.push_back(columns.row(r, logits.data() + r * vocab_size, vocab_size));
     sampler.sample(rows, draws.data());
+    end_ns = steady_ns();
   }
+  sampler.last_call = {end_ns - start_ns, steady_ns() - end_ns};
   return nb::make_tuple(as_array<int32_t>(draws, [](const SampleDraw& draw) { return draw.token_id; }),
                         as_array<bool>(draws, [](const SampleDraw& draw) { return draw.is_failed; }),
                         as_array<uint64_t>(draws, [](const SampleDraw& draw) { return draw.total_weight; }));
@@ -177,6 +181,13 @@ void bind_sampler(nb::module_& m) {
             new (self) Sampler(select_kernels(name), pool, vocab_size);
           },
           nb::arg("pool"), nb::arg("vocab_size"), nb::arg("isa") = nb::none(), nb::keep_alive<1, 2>())
+      .def_prop_ro(
+          "last_call",
+          [](const Sampler& sampler) {
+            return nb::make_tuple(static_cast<double>(sampler.last_call.native_ns) * 1e-9,
+                                  static_cast<double>(sampler.last_call.lock_wait_ns) * 1e-9);
+          },
+          "Of the last sample: seconds without the interpreter lock, then seconds until it was had again.")
       .def("sample", &sample, nb::arg("logits").noconvert(), nb::arg("batch"),
            "Draws one token of each row of logits[R, V], which it changes, as a SampleBatch says. Returns token_ids[R] "
            "int32, is_failed[R] bool and total_weights[R] uint64: the survivors' weights together, 0 for a greedy or "

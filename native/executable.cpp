@@ -333,6 +333,7 @@ void Executable::run_pass(const ForwardBatch& batch, int token0, int token1, int
   const int num_tokens = token1 - token0, num_selected = out1 - out0;
   num_chunks_.clear();
   for (Phase& phase : phases_) num_chunks_.push_back(plan_phase(phase, num_tokens, num_selected));
+  count_work(num_tokens, num_selected);
   const int num_phases = static_cast<int>(phases_.size());
   int64_t start_ns = 0;
   if (is_profiling_) {
@@ -358,6 +359,29 @@ void Executable::run_pass(const ForwardBatch& batch, int token0, int token1, int
       PhaseTime& time = times_[phases_[i].time];
       time.num_runs += 1;
       time.total_ns += end_ns_[i] - (i ? end_ns_[i - 1] : start_ns);
+    }
+  }
+}
+
+void Executable::count_work(int num_tokens, int num_selected) {
+  int64_t num_pairs = 0, num_keys = 0;  // (query, key) pairs that attend; keys read, once per sequence
+  for (const Segment& segment : segments_) {
+    const int64_t rows = segment.num_rows, start = segment.start;
+    num_pairs += rows * start + rows * (rows + 1) / 2;
+    num_keys += start + rows;
+  }
+  for (const Phase& phase : phases_) {
+    if (phase.is_attention) {
+      const KvPool& pool = groups_[phase.attention.group];
+      work_.f32_multiply_adds += 2 * num_pairs * phase.attention.num_heads * pool.head_dim;
+      work_.bytes_read += 2 * num_keys * pool.num_kv_heads * pool.head_dim * int64_t{sizeof(uint16_t)};
+    }
+    const int64_t num_rows = phase.is_selected ? num_selected : num_tokens;
+    for (const Product& product : phase.products) {
+      const PackedMatrix& w = matrices_[product.matrix].packed;
+      const bool is_quantised = w.form == Form::U4 || w.form == Form::S8;
+      (is_quantised ? work_.int8_multiply_adds : work_.f32_multiply_adds) += num_rows * w.n * w.k;
+      if (num_rows > 0) work_.bytes_read += static_cast<int64_t>(ropeway::packed_bytes(w));
     }
   }
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "call_times.h"
 #include "kernels.h"
 #include "memory.h"
 #include "packing.h"
@@ -91,9 +92,12 @@ class Executable {
   // logits[R][vocab]; a later forward may write elsewhere but never frees them under a holder.
   std::shared_ptr<float[]> forward(const ForwardBatch& batch);
 
+  CallTimes last_call;  // written by whoever holds the interpreter lock around `forward`
+
   int vocab_size() const { return buffers_.at(logits_buffer_).width; }
   int64_t packed_bytes() const { return packed_bytes_; }
   int64_t kv_bytes() const;
+  const Work& work() const { return work_; }
   void set_profiling(bool is_on);
   std::vector<PhaseTime> profile() const { return times_; }
 
@@ -154,6 +158,7 @@ class Executable {
   void check_buffer(int buffer, int width, const char* what) const;
   void reserve_rows(int64_t num_rows);
   void run_pass(const ForwardBatch& batch, int token0, int token1, int out0, int out1);
+  void count_work(int num_tokens, int num_selected);
   void find_segments(const ForwardBatch& batch, int token0, int token1);
   void plan_attention(const ForwardBatch& batch, AttentionShape& shape);
   int32_t plan_phase(Phase& phase, int num_tokens, int num_selected);
@@ -198,6 +203,7 @@ class Executable {
 
   std::shared_ptr<float[]> logits_;
   int64_t logits_floats_ = 0;
+  Work work_;
   bool is_profiling_ = false;
   std::vector<PhaseTime> times_;
   std::vector<int64_t> end_ns_;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "call_times.h"
 #include "kernels.h"
 #include "sample_row.h"
 #include "thread_pool.h"
@@ -16,6 +17,8 @@ class Sampler {
   Sampler(const Kernels& kernels, ThreadPool& pool, int32_t vocab_size);
   Sampler(const Sampler&) = delete;
   Sampler& operator=(const Sampler&) = delete;
+
+  CallTimes last_call;  // written by whoever holds the interpreter lock around `sample`
 
   int32_t vocab_size() const { return vocab_size_; }
 

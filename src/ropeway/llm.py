@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from ropeway.backends.batch import Backend
 from ropeway.calibration import FULL_STEP_S, calibrate_token_budget
@@ -26,10 +26,14 @@ from ropeway.engine.engine import Engine
 from ropeway.engine.runner import Runner
 from ropeway.errors import InvalidRequestError, ModelFileError
 from ropeway.inputs import EncodedPrompt, Message, Prompt, RequestBuilder
+from ropeway.machine_limits import IdleLimits, MachineLimits
 from ropeway.model.loading import Model, load_model
 from ropeway.outputs import Assembler, RequestOutput, Transcript
 from ropeway.text.chat_template import ChatTemplate
 from ropeway.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ropeway.backends.native import NativeBackend
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class LoadedEngine:
 
     engine: Engine
     builder: RequestBuilder
+    backend: Backend
     facts: EngineFacts
     path: str
 
@@ -107,7 +112,7 @@ def finish_engine(prepared: PreparedModel) -> LoadedEngine:
         budget = facts.max_num_batched_tokens
     facts = facts.with_token_budget(budget)
     engine = make_engine(prepared.backend, facts, num_cache_groups=len(program.cache_groups))
-    return LoadedEngine(engine, prepared.builder, facts, prepared.path)
+    return LoadedEngine(engine, prepared.builder, prepared.backend, facts, prepared.path)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: Model) -> None:
@@ -351,7 +356,11 @@ class AsyncLLM:
 
     def _set_up(self, loaded: LoadedEngine) -> None:
         self._loaded = loaded
-        self.engine = AsyncEngine(loaded.engine, loaded.tokenizer)
+        backend = loaded.backend
+        self.engine = AsyncEngine(loaded.engine, loaded.tokenizer, backend if _is_metered(backend) else None)
+        self._limits = (
+            IdleLimits(backend.num_threads, lambda: not self.engine.num_open_requests) if _is_metered(backend) else None
+        )
         self._is_started = False
 
     @property
@@ -361,6 +370,13 @@ class AsyncLLM:
     @property
     def builder(self) -> RequestBuilder:
         return self._loaded.builder
+
+    def machine_limits(self) -> MachineLimits | None:
+        """What this machine can do at most with the engine's threads; None until it has been measured.
+
+        The first call while no request is open begins to measure, in the background, for about half a second.
+        """
+        return None if self._limits is None else self._limits.ask()
 
     async def __aenter__(self) -> AsyncLLM:
         self.start()
@@ -415,7 +431,15 @@ class AsyncLLM:
         """Refuses new requests, lets open ones finish for timeout_s, aborts the rest. True where none had to be
         aborted.
         """
+        if self._limits is not None:
+            self._limits.close()
         return await self.engine.shutdown(timeout_s) if self._is_started else True
+
+
+def _is_metered(backend: Backend) -> TypeGuard[NativeBackend]:
+    from ropeway.backends.native import NativeBackend
+
+    return isinstance(backend, NativeBackend)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

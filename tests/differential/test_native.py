@@ -158,6 +158,41 @@ def test_profile(directory: Path) -> None:
     assert all(entry == (0, 0.0) for entry in backend.profile().values())
 
 
+@pytest.mark.parametrize("weight_type", [TensorType.Q4_0, TensorType.F16])
+def test_work_is_counted(directory: Path, weight_type: TensorType) -> None:
+    """Two sequences, 5 tokens after 3 and 1 after 20, logits of each last one."""
+    model = load(directory, RandomModel(weight_type=weight_type))
+    backend = native(model)
+    all_logits(backend, token_ids(model, 3))
+    all_logits(backend, token_ids(model, 20), block_ids=[5, 6])
+    before, _ = backend.work, backend.take_calls()
+    batch = forward_batch([Stretch([1] * 5, 3, [0]), Stretch([2], 20, [5, 6])], last_rows_only=True)
+    backend.forward(batch)
+    int8, f32, read = (now - then for now, then in zip(backend.work, before, strict=True))
+
+    head = model.program.vocab_size * model.config.hidden_size
+    shapes = [tensor.shape for name, tensor in model.tensors.items() if len(tensor.shape) == 2 and "blk." in name]
+    layer = sum(n * k for n, k in shapes) // model.config.num_layers
+    last = [
+        s for name, t in model.tensors.items() if "blk.0." in name and "attn_" not in name and len(s := t.shape) == 2
+    ]
+    last.append(model.tensors["blk.0.attn_output.weight"].shape)
+    after_attention = sum(n * k for n, k in last)
+    # What follows the last attention runs on the 2 selected rows only.
+    products = 6 * (layer * model.config.num_layers - after_attention) + 2 * (after_attention + head)
+    heads = model.config.num_heads * model.config.head_dim * model.config.num_layers
+    attention = 2 * heads * (4 + 5 + 6 + 7 + 8 + 21)
+    quantised = weight_type is TensorType.Q4_0
+    assert int8 == (products if quantised else 0)
+    assert f32 == attention + (0 if quantised else products)
+    kv_bytes = 2 * 2 * model.config.num_kv_heads * model.config.head_dim * model.config.num_layers * (8 + 21)
+    assert read == backend.packed_bytes + kv_bytes
+
+    (call,) = backend.take_calls()
+    assert all(seconds >= 0 for seconds in call) and call[0] > 0
+    assert backend.take_calls() == []
+
+
 def test_memory_is_reported(directory: Path) -> None:
     model = load(directory, RandomModel(weight_type=TensorType.Q4_0))
     backend = native(model, num_kv_blocks=10)

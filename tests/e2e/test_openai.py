@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -205,6 +206,22 @@ def test_metrics_tell_of_requests(client: OpenAI, server: RunningServer) -> None
     assert [server.metric(name) - old for name, old in zip(names, before, strict=True)] == [9, 7, 1, 6, 1, 1]
     assert server.metric("num_preemptions_total") == 0
     assert server.metric("recomputed_tokens_total") == 0
+
+
+def test_metrics_tell_of_utilization(tiny_model_path: Path) -> None:
+    """Only the native backend counts its calls and work."""
+    flags = ("--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--num-kv-blocks", "64", "--num-threads", "1")
+    with RunningServer(tiny_model_path, *flags) as server:
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * 9, "max_tokens": 7}, timeout=60)
+        assert 0 < server.metric("native_seconds_total") < server.metric("step_seconds_total")
+        assert 0 < server.metric("engine_busy_ratio") <= 1
+        assert 0 < server.metric("step_overhead_ratio") < 1
+        assert server.metric("batch_occupancy_ratio") == 0
+        assert server.metric("multiply_adds_total") > 0
+        assert server.metric("interpreter_lock_wait_seconds_count") > 0
+        wait_until(lambda: "machine_read_bytes_per_second" in httpx.get(f"{server.url}/metrics").text, timeout_s=60)
+        assert server.metric("machine_read_bytes_per_second") > 1e8
+        assert server.metric("memory_bandwidth_utilization_ratio") > 0
 
 
 def test_operational_endpoints(http: httpx.Client) -> None:

@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": set(),
     "model": set(),
     "backends": {"model", "_native"},
+    "machine_limits": {"_native"},
     "engine.runner": {"core", "backends"},
     "engine": {"core"},
     "inputs": {"core", "text"},
@@ -26,9 +27,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalog": set(),
     "config": {"core"},
     "calibration": {"model", "backends", "config"},
-    "llm": {"core", "text", "model", "backends", "engine", "config", "catalog", "inputs", "outputs", "calibration"},
-    "server": {"core", "text", "engine", "config", "llm", "catalog", "inputs", "outputs", "_version"},
-    "bench": {"core", "text", "engine", "config", "llm", "catalog", "backends", "model", "_version"},
+    "llm": {
+        "core", "text", "model", "backends", "engine", "config", "catalog", "inputs", "outputs", "calibration",
+        "machine_limits",
+    },
+    "server": {
+        "core", "text", "engine", "config", "llm", "catalog", "inputs", "outputs", "machine_limits", "_version",
+    },
+    "bench": {
+        "core", "text", "engine", "config", "llm", "catalog", "backends", "model", "inputs", "outputs", "server",
+        "machine_limits", "_version",
+    },
     "sim": {"core", "engine"},
     "cli": {
         "core", "text", "engine", "config", "llm", "catalog", "server", "bench", "model", "backends", "inputs",

@@ -5,6 +5,7 @@ Knows no scheduling, no text, no architecture: it reads the Program's ops.
 
 from __future__ import annotations
 
+import collections
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -33,6 +34,7 @@ from ropeway.model.program import Add, CacheGroup, Embed, GatedAct, KvWrite, Nor
 from ropeway.model.weights import Tensor, TensorType, dequantize
 
 KV_VALUE_BYTES = 2  # float16
+MAX_CALLS_KEPT = 64  # where nobody takes them
 _QUANTISED_TYPES = frozenset({TensorType.Q8_0, TensorType.Q4_0, TensorType.Q4_1})
 
 
@@ -71,6 +73,7 @@ class NativeBackend:
         self._pool = _native.ThreadPool(num_threads or _native.available_cpus())
         self._executable = _native.Executable(self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks)
         self._sampler = _native.Sampler(self._pool, program.vocab_size, isa)
+        self._calls: collections.deque[tuple[float, float]] = collections.deque(maxlen=MAX_CALLS_KEPT)
         _Builder(self._executable, select_early(program), tensors).build()
         _release_file_pages(tensors.values())
 
@@ -106,12 +109,32 @@ class NativeBackend:
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """logits[R, vocab] of the rows that `batch` asks for; the KV cache gains the batch's tokens."""
-        return self._executable.forward(batch)
+        logits = self._executable.forward(batch)
+        self._calls.append(self._executable.last_call)
+        return logits
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
         """One token per row of logits[R, vocab], which are changed in place."""
         token_ids, is_failed, _ = self._sampler.sample(logits, batch)
+        self._calls.append(self._sampler.last_call)
         return Samples(token_ids, is_failed)
+
+    @property
+    def work(self) -> tuple[int, int, int]:
+        """Since the start: multiply-adds on the int8 ports, on the float32 ports, and bytes that had to be read.
+
+        Products with quantised weights run on the former; products with float weights and attention on the latter.
+        Weights, keys and values count once per pass.
+        """
+        return self._executable.work
+
+    def take_calls(self) -> list[tuple[float, float]]:
+        """Of each native call since this was asked last: seconds without the interpreter lock, then seconds from the
+        end of that until the lock was had again.
+        """
+        calls = list(self._calls)
+        self._calls.clear()
+        return calls
 
     def set_profiling(self, is_on: bool) -> None:
         """Turns the timing of phases on or off, and clears what was measured."""

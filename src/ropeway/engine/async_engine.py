@@ -24,6 +24,7 @@ from ropeway.core.plan import SequenceEvent
 from ropeway.core.stats import EngineStats
 from ropeway.engine.engine import Engine
 from ropeway.engine.metrics import EngineMetrics, RequestTimes
+from ropeway.engine.utilization import CallMeter, Utilization
 from ropeway.errors import EngineStoppedError, InvalidRequestError, RopewayError
 from ropeway.outputs import Assembler, Delta
 from ropeway.text.tokenizer import Tokenizer
@@ -77,9 +78,10 @@ class EngineThread:
     deliver: called on the engine thread with each news; it must not block.
     stats, last_step_s: as of the end of the last turn, and when that was (time.monotonic()).
     has_failed_last: the newest step could not be computed.
+    utilization: None where the backend does not count.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[StepNews], None]) -> None:
+    def __init__(self, engine: Engine, deliver: Callable[[StepNews], None], meter: CallMeter | None = None) -> None:
         self._engine = engine
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
@@ -87,6 +89,7 @@ class EngineThread:
         self.stats = engine.stats()
         self.has_failed_last = False
         self.last_step_s = time.monotonic()
+        self.utilization = None if meter is None else Utilization(meter, self.last_step_s)
 
     @property
     def is_alive(self) -> bool:
@@ -128,9 +131,13 @@ class EngineThread:
         engine = self._engine
         events: list[SequenceEvent] = []
         rejected: list[tuple[str, RopewayError]] = []
+        start_s = time.monotonic() if engine.has_work else None  # else the inbox is where the thread sleeps
         is_open = self._obey_inbox(events, rejected)
+        if start_s is None:
+            start_s = time.monotonic()
         started: Sequence[str] = ()
-        if is_open and engine.has_work:
+        has_stepped = is_open and engine.has_work
+        if has_stepped:
             events += engine.step()
             started = engine.take_started_ids()
         now_s = time.monotonic()
@@ -141,6 +148,9 @@ class EngineThread:
         self.last_step_s = now_s
         if events or rejected or started:
             self._deliver(StepNews(now_s, events, started, rejected))
+        if has_stepped and self.utilization is not None:
+            end_s = time.monotonic()
+            self.utilization.on_turn(end_s - start_s, stats.num_running, end_s)
         return is_open
 
     def _obey_inbox(self, events: list[SequenceEvent], rejected: list[tuple[str, RopewayError]]) -> bool:
@@ -273,12 +283,13 @@ class AsyncEngine:
     """An engine for asyncio: streams of text deltas, aborts, orderly shutdown, health.
 
     Belongs to the event loop that runs `start`. `abort` may be called from any thread; the rest from that loop.
+    meter: the backend, where it counts its calls and work.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, meter: CallMeter | None = None) -> None:
         self.metrics = EngineMetrics()
         self._tokenizer = tokenizer
-        self._thread = EngineThread(engine, self._deliver_soon)
+        self._thread = EngineThread(engine, self._deliver_soon, meter)
         self._open: dict[str, _OpenRequest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
@@ -300,6 +311,11 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """The engine's counters as of its last step."""
         return self._thread.stats
+
+    @property
+    def utilization(self) -> Utilization | None:
+        """How the engine's time is used; None where the backend does not count."""
+        return self._thread.utilization
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Hands requests to the engine; their deltas come out of the one stream returned.

@@ -117,7 +117,7 @@ def _model_routes(llm: AsyncLLM) -> list[Route]:
 
 
 def _operation_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
-    exposition = Exposition(llm.engine, llm.facts.served_model_names[0])
+    exposition = Exposition(llm)
 
     async def health(request: Request) -> Response:
         llm.engine.check_health(config.stall_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -9,21 +10,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ropeway.core.params import FinishReason
-from ropeway.engine.async_engine import AsyncEngine
+from ropeway.core.stats import EngineStats
 from ropeway.engine.metrics import Histogram
+from ropeway.engine.utilization import Usage, Utilization
+from ropeway.llm import AsyncLLM
+from ropeway.machine_limits import MachineLimits
 
+LOCK_WAIT_QUANTILES = (0.5, 0.99)
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
 class EngineCollector(Collector):
-    """Reads an AsyncEngine when asked to. Gauges count sequences, of which a request has n."""
+    """Reads an AsyncLLM when asked to. Gauges count sequences, of which a request has n."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
-        self._engine = engine
-        self._labels = [model_name]
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._labels = [llm.facts.served_model_names[0]]
 
     def collect(self) -> Iterable[Metric]:
-        stats, metrics = self._engine.stats, self._engine.metrics
+        stats, metrics = self._llm.engine.stats, self._llm.engine.metrics
         yield self._gauge("num_requests_running", "Sequences that hold KV blocks.", stats.num_running)
         yield self._gauge(
             "num_requests_waiting", "Sequences that wait for KV blocks.", stats.num_waiting + stats.num_preempted
@@ -59,6 +64,68 @@ class EngineCollector(Collector):
             "e2e_request_latency_seconds", "From arrival to the end of a sequence.", metrics.e2e_request_latency_s
         )
 
+        utilization = self._llm.engine.utilization
+        if utilization is not None:
+            yield from self._utilization(utilization, stats)
+
+    def _utilization(self, utilization: Utilization, stats: EngineStats) -> Iterable[Metric]:
+        now_s = time.monotonic()
+        total, recent, limits = utilization.totals(now_s), utilization.recent(now_s), self._llm.machine_limits()
+        max_num_seqs = self._llm.facts.max_num_seqs
+        if max_num_seqs:
+            yield self._gauge(
+                "batch_occupancy_ratio", "Sequences running, of the most that may.", stats.num_running / max_num_seqs
+            )
+        yield self._gauge(
+            "engine_busy_ratio", "Share of the recent time that went into steps.", recent.step_s / recent.now_s
+        )
+        yield self._gauge(
+            "step_overhead_ratio", "Share of the recent steps' time outside native calls.", recent.overhead_ratio
+        )
+        yield self._counter("step_seconds", "Time of the engine thread while it had work.", total.step_s)
+        yield self._counter("native_seconds", "The part of step_seconds inside native calls.", total.native_s)
+        yield self._counter("step_sequences", "Sequences running, added up over steps.", total.num_rows)
+        multiply_adds = CounterMetricFamily(
+            "ropeway:multiply_adds", "Multiply-adds computed, by kind of port.", labels=["model_name", "port"]
+        )
+        multiply_adds.add_metric([*self._labels, "int8"], total.int8_multiply_adds)
+        multiply_adds.add_metric([*self._labels, "float32"], total.f32_multiply_adds)
+        yield multiply_adds
+        yield self._counter("read_bytes", "Weights, keys and values read, once per pass.", total.bytes_read)
+        waits = Metric(
+            "ropeway:interpreter_lock_wait_seconds", "From a native call's end until it may go on.", "summary"
+        )
+        quantiles = utilization.lock_wait_quantiles_s(LOCK_WAIT_QUANTILES)
+        labels = {"model_name": self._labels[0]}
+        for share, wait_s in zip(LOCK_WAIT_QUANTILES, quantiles, strict=True):
+            waits.add_sample(waits.name, {**labels, "quantile": str(share)}, wait_s)
+        waits.add_sample(f"{waits.name}_count", labels, total.num_calls)
+        waits.add_sample(f"{waits.name}_sum", labels, total.lock_wait_s)
+        yield waits
+        if limits is not None:
+            yield from self._shares_of(limits, recent)
+
+    def _shares_of(self, limits: MachineLimits, recent: Usage) -> Iterable[Metric]:
+        arithmetic_s = limits.arithmetic_s(recent.int8_multiply_adds, recent.f32_multiply_adds)
+        if arithmetic_s is not None and limits.int8_per_s is not None and limits.f32_per_s is not None:
+            yield self._gauge(
+                "arithmetic_utilization_ratio",
+                "Multiply-adds of the recent time, of the most this machine was measured to do.",
+                arithmetic_s / recent.now_s,
+            )
+            rates = GaugeMetricFamily(
+                "ropeway:machine_multiply_adds_per_second", "Measured limit.", labels=["model_name", "port"]
+            )
+            rates.add_metric([*self._labels, "int8"], limits.int8_per_s)
+            rates.add_metric([*self._labels, "float32"], limits.f32_per_s)
+            yield rates
+        yield self._gauge(
+            "memory_bandwidth_utilization_ratio",
+            "Bytes read in the recent time, of the most this machine was measured to read.",
+            limits.read_s(recent.bytes_read) / recent.now_s,
+        )
+        yield self._gauge("machine_read_bytes_per_second", "Measured limit.", limits.read_bytes_per_s)
+
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"ropeway:{name}", text, labels=["model_name"])
         family.add_metric(self._labels, value)
@@ -83,9 +150,9 @@ class EngineCollector(Collector):
 class Exposition:
     """The text of /metrics for one engine and this process."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine, model_name))
+        self._registry.register(EngineCollector(llm))
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
