@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "complete prompts and print or store the answers",
     "models": "list, fetch and locate models",
     "bench": "measure a server: throughput and latency together",
+    "replay": "rebuild the schedule of a decision log, as a table or a timeline",
 }
 
 

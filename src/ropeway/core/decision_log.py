@@ -204,7 +204,7 @@ class LogEncoder:
 
 @dataclass(slots=True)
 class DecisionLog:
-    """A log read back. `header` is there at once; `records` reads on, and leaves in `cut_at` where the log was cut off.
+    """A log read back. `header` is there at once; reading on leaves in `cut_at` where the log was cut off.
 
     data: the whole log. Raises DecisionLogError where it is not a log, or one of another version.
     """
@@ -235,6 +235,10 @@ class DecisionLog:
 
     def records(self) -> Iterator[Record]:
         """Every whole record, in order. Raises DecisionLogError, with the position, for one that makes no sense."""
+        return (record for record, _ in self.entries())
+
+    def entries(self) -> Iterator[tuple[Record, bytes]]:
+        """Every whole record, in order, with its bytes. Raises as `records` does."""
         self.cut_at = None
         last, position, data = _Rows(), self._start, self.data
         while position < len(data):
@@ -257,7 +261,7 @@ class DecisionLog:
                 raise DecisionLogError(
                     f"the decision log is damaged at byte {position} ({reason}): copy it again"
                 ) from error
-            yield record
+            yield record, data[position:end]
             position = end
 
 

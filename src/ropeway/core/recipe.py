@@ -1,7 +1,7 @@
 """Everything a scheduler is made from, as plain values: the one place that turns names into objects.
 
-Two schedulers of one recipe that are told the same at the same times make the same plans; so the recipe is the header of
-a decision log.
+Two schedulers of one recipe that are told the same at the same times make the same plans; so the recipe is the header
+of a decision log.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class SchedulerRecipe:
             raise ConfigError(f"no scheduler can be made from {sorted(values)}: {error}") from error
 
     def _make_batching(self) -> Batching:
-        if self.batching == "continuous":
-            return ContinuousBatching(OptimisticAdmission(self.num_kv_blocks // WATERMARK_DIVISOR))
-        return StaticBatching(is_padded=self.batching == "static-padded")
+        match self.batching:
+            case "continuous":
+                return ContinuousBatching(OptimisticAdmission(self.num_kv_blocks // WATERMARK_DIVISOR))
+            case "static" | "static-padded":
+                return StaticBatching(is_padded=self.batching == "static-padded")
+        raise ConfigError(f"batching must be continuous, static or static-padded, not {self.batching!r}")

@@ -6,12 +6,13 @@ the engine for long, ends with one warning; the engine goes on. What is on disk 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from ropeway.core.decision_log import HeaderValue, LogEncoder, Record
 from ropeway.errors import ConfigError
@@ -40,14 +41,14 @@ class DecisionLogFile:
         self._is_open = True
         header = self._encoder.header(options)
         try:
-            self._file: BinaryIO = path.open("wb")
-            self._file.write(header)
-            self._file.flush()
+            self._file: FileIO = path.open("wb", buffering=0)  # a buffer would fail a second time when it is closed
+            self._write(header)
         except OSError as error:
             raise ConfigError(f"cannot write the decision log {path}: {error.strerror}; name another file") from error
         self._num_bytes = len(header)
         self._thread = threading.Thread(target=self._run, name="ropeway-decision-log", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     @property
     def is_open(self) -> bool:
@@ -64,7 +65,8 @@ class DecisionLogFile:
         self._queue.put(record)
 
     def close(self) -> None:
-        """Writes what was handed over and closes the file."""
+        """Writes what was handed over and closes the file; the end of the program does so, too."""
+        atexit.unregister(self.close)
         self._closing.set()
         self._queue.put(None)
         self._thread.join()
@@ -74,7 +76,7 @@ class DecisionLogFile:
             with self._file:
                 while self._write_gathered():
                     pass
-        except OSError as error:  # also from closing, which writes what is buffered
+        except OSError as error:
             self._end(error.strerror or str(error))
 
     def _write_gathered(self) -> bool:
@@ -82,20 +84,22 @@ class DecisionLogFile:
         record = self._queue.get()
         self._closing.wait(GATHER_S)
         parts: list[bytes] = []
-        while record is not None and self._is_open:
+        while record is not None:
             part = self._encoder.encode(record)
-            if self._num_bytes + len(part) > self._max_bytes:
+            self._num_bytes += len(part)
+            if self._num_bytes > self._max_bytes:
                 self._end(f"it has reached its bound of {self._max_bytes} bytes")
                 break
             parts.append(part)
-            self._num_bytes += len(part)
-            try:
-                record = self._queue.get_nowait()
-            except queue.Empty:
+            if self._queue.empty():
                 break
-        self._file.write(b"".join(parts))
-        self._file.flush()
+            record = self._queue.get()
+        self._write(b"".join(parts))
         return record is not None and self._is_open
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[self._file.write(data) :]
 
     def _end(self, reason: str) -> None:
         if self._is_open:

@@ -14,6 +14,7 @@ from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler
 from ropeway.core.stats import EngineStats
+from ropeway.engine.decision_recorder import DecisionRecorder
 
 __all__ = ["Engine", "EngineStats", "StepRunner"]
 
@@ -37,12 +38,20 @@ class Engine:
     """A scheduler and the runner it drives.
 
     clock: seconds, never going back; read at every arrival, before every plan and after every result.
+    recorder: is told everything that the scheduler is told, and what it chose.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        clock: Callable[[], float],
+        recorder: DecisionRecorder | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._recorder = recorder
 
     @property
     def has_work(self) -> bool:
@@ -60,25 +69,34 @@ class Engine:
         Raises InvalidRequestError for an empty prompt or a request_id in use, RequestTooLargeError for what never fits;
         then nothing was started.
         """
-        sequences = self._scheduler.add(request, self._clock())
+        now_s = self._clock()
+        sequences = self._scheduler.add(request, now_s)
+        if self._recorder is not None:
+            self._recorder.on_added(request, sequences[0].sequence_id, now_s)
         try:
             for sequence in sequences:
                 self._runner.add(sequence.sequence_id, request, sequence.index)
         except BaseException:
-            self._scheduler.abort(request.request_id)  # nobody was promised these events
+            self.abort(request.request_id)  # nobody was promised these events
             raise
 
     def abort(self, request_id: str) -> list[SequenceEvent]:
         """End what is unfinished of a request and free its blocks now; its terminal events. Empty if it has ended."""
-        return self._scheduler.abort(request_id)
+        events = self._scheduler.abort(request_id)
+        if self._recorder is not None:
+            self._recorder.on_aborted(request_id, events)
+        return events
 
     def stop(self, request_id: str, index: int) -> list[SequenceEvent]:
         """End one sequence as `stop`, because its text ended; its terminal event. Empty if it has ended."""
-        return self._scheduler.stop(request_id, index)
+        events = self._scheduler.stop(request_id, index)
+        if self._recorder is not None:
+            self._recorder.on_stopped(request_id, index, events)
+        return events
 
     def step(self) -> list[SequenceEvent]:
         """Compute one step; the news of every sequence that got a token or ended. Empty when there is nothing to do."""
-        plan = self._scheduler.plan(self._clock())
+        plan = self._plan()
         if plan is None:
             return []
         try:
@@ -86,8 +104,26 @@ class Engine:
             result = self._runner.collect()
         except Exception:
             logger.exception("step %d failed; its %d sequences end as errors", plan.step_id, plan.num_rows)
-            return self._scheduler.fail(plan, self._clock())
-        return self._scheduler.commit(plan, result, self._clock())
+            return self._fail(plan)
+        now_s = self._clock()
+        events = self._scheduler.commit(plan, result, now_s)
+        if self._recorder is not None:
+            self._recorder.on_committed(result, events, now_s)
+        return events
+
+    def _plan(self) -> StepPlan | None:
+        now_s = self._clock()
+        plan = self._scheduler.plan(now_s)
+        if self._recorder is not None:
+            self._recorder.on_planned(plan, now_s)
+        return plan
+
+    def _fail(self, plan: StepPlan) -> list[SequenceEvent]:
+        now_s = self._clock()
+        events = self._scheduler.fail(plan, now_s)
+        if self._recorder is not None:
+            self._recorder.on_failed(events, now_s)
+        return events
 
     def take_started_ids(self) -> list[str]:
         """The requests that boarded for the first time in the last step, once."""

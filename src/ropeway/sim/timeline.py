@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -57,6 +58,11 @@ class Lane:
     phase: Phase = "waiting"
     since_s: float = 0.0
     end_s: float | None = None
+
+    def is_within(self, start_s: float, end_s: float) -> bool:
+        """Whether any of its life lies between two times."""
+        first_s = self.spans[0][1] if self.spans else self.since_s
+        return first_s <= end_s and (self.end_s is None or self.end_s >= start_s)
 
     def enter(self, phase: Phase, now_s: float) -> None:
         if phase != self.phase:
@@ -128,47 +134,65 @@ class Timeline:
                 lane.leave(self._now_s)
                 lane.end_s = self._now_s
 
-    def svg(self, title: str) -> str:
-        """A self-contained SVG: time to the right, a lane per sequence in order of arrival."""
-        lanes = list(self.lanes.values())[:_MAX_LANES]
-        first_s = self._first_s or 0.0
-        length_s = max(self._now_s - first_s, 1e-9)
+    def svg(self, title: str, start_s: float | None = None, end_s: float | None = None) -> str:
+        """A self-contained SVG: time to the right, a lane per sequence in order of arrival.
+
+        start_s, end_s: what is shown, on the clock of the records; None is their first and last.
+        """
+        start_s = (self._first_s or 0.0) if start_s is None else start_s
+        window = _Window(start_s, max(self._now_s if end_s is None else end_s, start_s + 1e-9))
+        shown = [lane for lane in self.lanes.values() if lane.is_within(window.start_s, window.end_s)]
+        lanes = shown[:_MAX_LANES]
         lane_height = 14 if len(lanes) <= 40 else 7 if len(lanes) <= 150 else 4
         plot_height = max(1, len(lanes)) * lane_height
         width, height = _LEFT + _PLOT_WIDTH + _RIGHT, _TOP + plot_height + _BOTTOM
-        note = "" if len(lanes) == len(self.lanes) else f"; the first {len(lanes)} of {len(self.lanes)} sequences"
+        note = "" if len(lanes) == len(shown) else f": the first {len(lanes)} of {len(shown)} sequences"
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             'font-family="system-ui, sans-serif" font-size="11" fill="#222">',
             f'<rect width="{width}" height="{height}" fill="#fff"/>',
             f'<text x="{_LEFT}" y="24" font-size="15" font-weight="600">{escape(title + note)}</text>',
             *_legend(),
-            *_time_axis(length_s, plot_height),
+            *_time_axis(window, start_s - (self._first_s or 0.0), plot_height),
         ]
         for number, lane in enumerate(lanes):
-            parts += self._lane(lane, _TOP + number * lane_height, lane_height, first_s, length_s)
+            parts += self._lane(lane, _TOP + number * lane_height, lane_height, window)
         parts.append("</svg>\n")
         return "\n".join(parts)
 
-    def _lane(self, lane: Lane, y: float, height: int, first_s: float, length_s: float) -> list[str]:
+    def _lane(self, lane: Lane, y: float, height: int, window: _Window) -> list[str]:
         spans = list(lane.spans)
         if lane.end_s is None and self._now_s > lane.since_s:
             spans.append((lane.phase, lane.since_s, self._now_s))
         parts = []
         if height >= 7:
             parts.append(
-                f'<text x="{_LEFT - 6}" y="{y + height - 2}" text-anchor="end" font-size="{height - 3}">'
+                f'<text x="{_LEFT - 6}" y="{y + height - 2}" text-anchor="end" font-size="{height - 2}">'
                 f"{lane.sequence_id}</text>"
             )
+        first_s = self._first_s or 0.0
         for phase, start_s, end_s in spans:
-            x = _LEFT + _PLOT_WIDTH * (start_s - first_s) / length_s
-            span_width = max(_PLOT_WIDTH * (end_s - start_s) / length_s, 0.4)
+            if end_s < window.start_s or start_s > window.end_s:
+                continue
+            x, right = window.x(start_s), window.x(end_s)
             hover = f"sequence {lane.sequence_id}: {phase}, {start_s - first_s:.3f} to {end_s - first_s:.3f} s"
             parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{span_width:.1f}" height="{height - 1}" fill="{_COLOURS[phase]}">'
-                f"<title>{escape(hover)}</title></rect>"
+                f'<rect x="{x:.1f}" y="{y}" width="{max(right - x, 0.4):.1f}" height="{height - 1}" '
+                f'fill="{_COLOURS[phase]}"><title>{escape(hover)}</title></rect>'
             )
         return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The stretch of time that is drawn."""
+
+    start_s: float
+    end_s: float
+
+    def x(self, time_s: float) -> float:
+        share = (time_s - self.start_s) / (self.end_s - self.start_s)
+        return _LEFT + _PLOT_WIDTH * min(1.0, max(0.0, share))
 
 
 def _legend() -> list[str]:
@@ -180,12 +204,13 @@ def _legend() -> list[str]:
     return parts
 
 
-def _time_axis(length_s: float, plot_height: int) -> Sequence[str]:
-    bottom = _TOP + plot_height
+def _time_axis(window: _Window, offset_s: float, plot_height: int) -> Sequence[str]:
+    """Ticks at round times since the first record; the window begins offset_s after it."""
+    bottom, length_s = _TOP + plot_height, window.end_s - window.start_s
     step_s = round_step(length_s / 8)
     parts = []
-    for index in range(int(length_s / step_s + 1e-9) + 1):
-        x = _LEFT + _PLOT_WIDTH * index * step_s / length_s
+    for index in range(math.ceil(offset_s / step_s - 1e-9), math.floor((offset_s + length_s) / step_s + 1e-9) + 1):
+        x = window.x(window.start_s + index * step_s - offset_s)
         parts.append(f'<path d="M{x:.1f} {_TOP}V{bottom}" stroke="#ececec"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{index * step_s:,g}</text>')
     parts.append(f'<path d="M{_LEFT} {_TOP}V{bottom}H{_LEFT + _PLOT_WIDTH}" fill="none" stroke="#222"/>')

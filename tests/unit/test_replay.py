@@ -1,0 +1,139 @@
+"""A recorded schedule is rebuilt byte for byte; a scheduler that chooses otherwise is found out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ropeway.cli.main import main
+from ropeway.core.decision_log import DecisionLog, LogEncoder, PlanRecord, Record
+from ropeway.core.params import Request, SamplingParams, ServiceTerms
+from ropeway.core.plan import StepPlan, StepResult
+from ropeway.core.recipe import SchedulerRecipe
+from ropeway.engine.decision_recorder import DecisionRecorder
+from ropeway.engine.engine import Engine
+from ropeway.sim.cost_model import TWO_CORES
+from ropeway.sim.replay import Replay, ReplayDifference
+from ropeway.sim.simulator import AnswerLengths, Arrival, ScriptedRunner, Simulation, VirtualClock
+from ropeway.sim.timeline import Timeline
+
+RECIPE = SchedulerRecipe(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=128, num_kv_blocks=40, block_size=4)
+
+
+class _SometimesFailing(ScriptedRunner):
+    """Fails each 40th step, and each 7th step one of its rows."""
+
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
+        if plan.step_id % 40 == 39:
+            self.collect()
+            raise RuntimeError("the step cannot be computed")
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if result.step_id % 7 or not result.sequence_ids:
+            return result
+        return StepResult(result.step_id, result.sequence_ids[1:], result.token_ids[1:], result.sequence_ids[:1])
+
+
+def arrivals(count: int, draw: random.Random) -> list[Arrival]:
+    result = []
+    for number in range(count):
+        num_prompt_tokens, max_tokens = draw.randint(1, 40), draw.randint(1, 60)
+        request = Request(
+            request_id=f"request-{number}",
+            prompt_token_ids=tuple(range(num_prompt_tokens)),
+            params=SamplingParams(n=draw.choice((1, 1, 3)), max_tokens=max_tokens),
+            max_tokens=max_tokens,
+            seed=0,
+            stop_token_ids=frozenset({0}),
+            terms=ServiceTerms(tenant=draw.choice(("", "secret-tenant")), is_background=draw.random() < 0.2),
+        )
+        result.append(Arrival(draw.random() * 10, request, draw.randint(1, 80)))
+    return result
+
+
+def record(recipe: SchedulerRecipe, num_requests: int = 60, seed: int = 0) -> tuple[list[Record], bytes]:
+    """The records of an eventful run: preemptions, failures, clients who leave, texts that end."""
+    draw = random.Random(seed)
+    records: list[Record] = []
+    clock, lengths = VirtualClock(1_000.0), AnswerLengths()
+    runner = _SometimesFailing(clock, TWO_CORES, lengths)
+    engine = Engine(recipe.make(), runner, clock, DecisionRecorder(records.append, b"key"))
+    simulation = Simulation(engine, lengths, clock)
+
+    def on_step(simulation: Simulation) -> None:
+        if simulation.open_ids and draw.random() < 0.05:
+            simulation.abort(draw.choice(simulation.open_ids))
+        if simulation.open_ids and draw.random() < 0.05:
+            simulation.stop(draw.choice(simulation.open_ids), 0)
+
+    simulation.run(arrivals(num_requests, draw), on_step=on_step)
+    encoder = LogEncoder()
+    return records, b"".join([encoder.header(recipe.to_values()), *map(encoder.encode, records)])
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static", "static-padded"])
+def test_an_eventful_schedule_is_rebuilt(batching: str) -> None:
+    records, data = record(replace(RECIPE, batching=batching))
+    replay = Replay(DecisionLog(data))
+    assert [replayed.record for replayed in replay.run()] == records
+    stats = replay.stats()
+    assert replay.cut_at is None and stats.num_failed_steps > 0 and all(stats.num_finished.values())
+    assert batching != "continuous" or stats.num_preemptions > 0
+
+
+def test_tokens_and_names_are_not_in_a_log() -> None:
+    _, data = record(RECIPE)
+    assert b"secret" not in data and b"request-" not in data
+
+
+def test_a_cut_log_is_replayed_up_to_the_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cut.log"
+    path.write_bytes(record(RECIPE)[1][:2_000])
+    assert main(["replay", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "cut off at byte" in printed.err and "steps rebuilt, identical" in printed.out
+
+
+@pytest.mark.parametrize("change", [{"num_kv_blocks": 36}, {"max_num_seqs": 5}, {"max_num_batched_tokens": 23}])
+def test_a_scheduler_that_chooses_otherwise_is_found_out(change: dict[str, int], tmp_path: Path) -> None:
+    records, _ = record(RECIPE)
+    encoder = LogEncoder()
+    other = replace(RECIPE, **change)  # type: ignore[arg-type]
+    data = b"".join([encoder.header(other.to_values()), *map(encoder.encode, records)])
+    with pytest.raises(ReplayDifference, match=r"step \d+ differs in \w+: .* in the log, .* here"):
+        list(Replay(DecisionLog(data)).run())
+    path = tmp_path / "other.log"
+    path.write_bytes(data)
+    assert main(["replay", "--quiet", str(path)]) == 1
+
+
+def test_the_table_and_the_timeline_show_the_steps_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, plot = tmp_path / "run.log", tmp_path / "run.svg"
+    path.write_bytes(record(RECIPE)[1])
+    assert main(["replay", "--steps", "10:20", "--plot", str(plot), str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == [str(step) for step in range(10, 20)]
+    svg = plot.read_text()
+    assert svg.startswith("<svg") and "href" not in svg and "decode" in svg
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", "--steps", "ten", str(path)])
+
+
+def test_a_timeline_tells_every_phase() -> None:
+    records, _ = record(RECIPE)
+    timeline = Timeline()
+    timeline.follow(records)
+    lanes = timeline.lanes.values()
+    assert {phase for lane in lanes for phase, _, _ in lane.spans} == {"waiting", "prefill", "decode", "preempted"}
+    for lane in lanes:
+        assert lane.end_s is not None
+        for (_, _, end_s), (_, start_s, _) in zip(lane.spans, lane.spans[1:], strict=False):
+            assert start_s == end_s, "a gap in a lane"
+    assert sum(isinstance(r, PlanRecord) for r in records) > 100
