@@ -21,7 +21,7 @@ from ropeway.core.decision_log import (
     Record,
     StopRecord,
 )
-from ropeway.core.plan import BlockGrants, StepPlan
+from ropeway.core.plan import BlockCopies, BlockGrants, StepPlan
 from ropeway.errors import DecisionLogError
 
 OPTIONS = {"policy": "fcfs", "blocks": 64, "share": 0.1, "padded": False, "slo": None, "tenant ü": "", "b": True}
@@ -50,6 +50,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         tuple(grants),
         draw(ids),
         draw(ids),
+        tuple(draw(st.lists(st.builds(BlockCopies, ids, ids), max_size=2))),
     )
 
 
@@ -66,6 +67,7 @@ records = st.one_of(
         is_background=st.booleans(),
         timeout_s=st.none() | times,
         queue_timeout_s=st.none() | times,
+        skips_prefix_cache=st.booleans(),
         digests=digests,
     ),
     st.builds(AbortRecord, counts),

@@ -49,13 +49,13 @@ def test_a_full_disk_is_told_at_once() -> None:
 
 
 def test_a_disk_that_fills_up_later_ends_the_log_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = DecisionLogFile(tmp_path / "run.log", {}, MIB)
-    log._file.close()
-    log._file = open("/dev/full", "wb", buffering=0)
-    log.put(FailRecord(1.0))
-    log.close()
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(log, "_file", full)
+        log.put(FailRecord(1.0))
+        log.close()
     log.put(FailRecord(2.0))
     assert not log.is_open and caplog.text.count("No space left on device; serving goes on") == 1
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ropeway.cli.main import main
-from ropeway.core.decision_log import DecisionLog, LogEncoder, PlanRecord, Record
+from ropeway.core.decision_log import CommitRecord, DecisionLog, LogEncoder, PlanRecord, Record
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.recipe import SchedulerRecipe
-from ropeway.engine.decision_recorder import DecisionRecorder
+from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
 from ropeway.engine.engine import Engine
 from ropeway.sim.cost_model import TWO_CORES
 from ropeway.sim.replay import Replay, ReplayDifference
@@ -45,7 +45,7 @@ def arrivals(count: int, draw: random.Random) -> list[Arrival]:
         num_prompt_tokens, max_tokens = draw.randint(1, 40), draw.randint(1, 60)
         request = Request(
             request_id=f"request-{number}",
-            prompt_token_ids=tuple(range(num_prompt_tokens)),
+            prompt_token_ids=tuple(range(first := draw.choice((0, 0, 7)), first + num_prompt_tokens)),
             params=SamplingParams(n=draw.choice((1, 1, 3)), max_tokens=max_tokens),
             max_tokens=max_tokens,
             seed=0,
@@ -62,7 +62,9 @@ def record(recipe: SchedulerRecipe, num_requests: int = 60, seed: int = 0) -> tu
     records: list[Record] = []
     clock, lengths = VirtualClock(1_000.0), AnswerLengths()
     runner = _SometimesFailing(clock, TWO_CORES, lengths)
-    engine = Engine(recipe.make(), runner, clock, DecisionRecorder(records.append, b"key"))
+    recorder = DecisionRecorder(records.append, b"key")
+    scheduler = recipe.make(RecordingHasher(recipe.block_size, recorder.note_hash))
+    engine = Engine(scheduler, runner, clock, recorder)
     simulation = Simulation(engine, lengths, clock)
 
     def on_step(simulation: Simulation) -> None:
@@ -76,14 +78,29 @@ def record(recipe: SchedulerRecipe, num_requests: int = 60, seed: int = 0) -> tu
     return records, b"".join([encoder.header(recipe.to_values()), *map(encoder.encode, records)])
 
 
-@pytest.mark.parametrize("batching", ["continuous", "static", "static-padded"])
-def test_an_eventful_schedule_is_rebuilt(batching: str) -> None:
-    records, data = record(replace(RECIPE, batching=batching))
+@pytest.mark.parametrize(
+    ("batching", "has_prefix_cache"),
+    [("continuous", True), ("continuous", False), ("static", False), ("static-padded", False)],
+)
+def test_an_eventful_schedule_is_rebuilt(batching: str, has_prefix_cache: bool) -> None:
+    records, data = record(replace(RECIPE, batching=batching, has_prefix_cache=has_prefix_cache))
     replay = Replay(DecisionLog(data))
     assert [replayed.record for replayed in replay.run()] == records
     stats = replay.stats()
     assert replay.cut_at is None and stats.num_failed_steps > 0 and all(stats.num_finished.values())
     assert batching != "continuous" or stats.num_preemptions > 0
+    assert bool(stats.num_prefix_hits) == has_prefix_cache
+
+
+def test_a_scheduler_that_asks_for_other_hashes_is_found_out() -> None:
+    records, _ = record(replace(RECIPE, has_prefix_cache=True))
+    number, committed = next((i, r) for i, r in enumerate(records) if isinstance(r, CommitRecord) and r.digests)
+    for digests, told in ((committed.digests * 2, "fewer than"), ((), "does not have")):
+        records[number] = replace(committed, digests=digests)
+        encoder = LogEncoder()
+        header = encoder.header(replace(RECIPE, has_prefix_cache=True).to_values())
+        with pytest.raises(ReplayDifference, match=told):
+            list(Replay(DecisionLog(b"".join([header, *map(encoder.encode, records)]))).run())
 
 
 def test_tokens_and_names_are_not_in_a_log() -> None:

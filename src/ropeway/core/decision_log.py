@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ropeway.core.decision_bytes import ByteReader, ByteWriter, OutOfDataError, framed
-from ropeway.core.plan import BlockGrants, StepPlan
+from ropeway.core.plan import BlockCopies, BlockGrants, StepPlan
 from ropeway.errors import DecisionLogError
 
 MAGIC = b"ropeway-decisions\n"
@@ -43,6 +43,7 @@ class AddRecord:
     is_background: bool = False
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
+    skips_prefix_cache: bool = False
     digests: tuple[bytes, ...] = ()
 
 
@@ -175,6 +176,10 @@ class LogEncoder:
         out.uint(len(plan.grants))
         for grants in plan.grants:
             _write_grants(out, grants)
+        out.uint(len(plan.copies))
+        for copies in plan.copies:
+            out.uints(copies.source_ids)
+            out.uints(copies.destination_ids)
         self._last.remember(plan)
 
     def _dropped(self, plan: StepPlan) -> list[int]:
@@ -301,6 +306,7 @@ def _write_add(out: ByteWriter, record: AddRecord) -> None:
     out.uint(record.is_background)
     out.maybe_double(record.timeout_s)
     out.maybe_double(record.queue_timeout_s)
+    out.uint(record.skips_prefix_cache)
     out.digests(record.digests)
 
 
@@ -316,6 +322,7 @@ def _read_add(reader: ByteReader) -> AddRecord:
         is_background=bool(reader.uint()),
         timeout_s=reader.maybe_double(),
         queue_timeout_s=reader.maybe_double(),
+        skips_prefix_cache=bool(reader.uint()),
         digests=reader.digests(),
     )
 
@@ -361,6 +368,7 @@ def _read_plan(reader: ByteReader, last: _Rows) -> PlanRecord:
         num_tokens.append(packed >> 1)
         is_sampled.append(bool(packed & 1))
     grants = tuple([_read_grants(reader, len(sequence_ids)) for _ in range(reader.uint())])
+    copies = tuple([BlockCopies(reader.uints(), reader.uints()) for _ in range(reader.uint())])
     plan = StepPlan(
         step_id,
         tuple(sequence_ids),
@@ -370,6 +378,7 @@ def _read_plan(reader: ByteReader, last: _Rows) -> PlanRecord:
         grants,
         preempted_ids,
         finished_ids,
+        copies,
     )
     last.remember(plan)
     return PlanRecord(now_s, plan, digests)

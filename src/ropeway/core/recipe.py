@@ -13,6 +13,7 @@ from ropeway.core.admission import OptimisticAdmission
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import SchedulerLimits
+from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.scheduler import Scheduler
 from ropeway.errors import ConfigError
 
@@ -26,6 +27,7 @@ WATERMARK_DIVISOR = 100
 class SchedulerRecipe:
     """max_num_seqs, max_num_batched_tokens, max_model_len: see `SchedulerLimits`.
     num_kv_blocks, block_size: of each of the num_cache_groups. batching: continuous, static or static-padded.
+    has_prefix_cache: equal blocks are shared.
     """
 
     max_num_seqs: int
@@ -35,11 +37,16 @@ class SchedulerRecipe:
     block_size: int = 16
     num_cache_groups: int = 1
     batching: str = "continuous"
+    has_prefix_cache: bool = False
 
-    def make(self) -> Scheduler:
-        """A new scheduler. Raises ConfigError for a value out of range."""
+    def make(self, hasher: BlockHasher | None = None) -> Scheduler:
+        """A new scheduler. Raises ConfigError for a value out of range.
+
+        hasher: names the blocks that are shared; None hashes their tokens.
+        """
         limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
-        kv = KVManager([self.num_kv_blocks] * self.num_cache_groups, self.block_size)
+        hasher = (hasher or BlockHasher(self.block_size)) if self.has_prefix_cache else None
+        kv = KVManager([self.num_kv_blocks] * self.num_cache_groups, self.block_size, hasher)
         return Scheduler(limits, kv, batching=self._make_batching())
 
     def to_values(self) -> dict[str, Value]:

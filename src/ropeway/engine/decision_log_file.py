@@ -42,7 +42,11 @@ class DecisionLogFile:
         header = self._encoder.header(options)
         try:
             self._file: FileIO = path.open("wb", buffering=0)  # a buffer would fail a second time when it is closed
-            self._write(header)
+            try:
+                self._write(header)
+            except OSError:
+                self._file.close()
+                raise
         except OSError as error:
             raise ConfigError(f"cannot write the decision log {path}: {error.strerror}; name another file") from error
         self._num_bytes = len(header)

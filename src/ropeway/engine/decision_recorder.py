@@ -6,7 +6,7 @@ It sees requests, but keeps of them only numbers: a record has lengths and diges
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ropeway.core.decision_bytes import DIGEST_BYTES
@@ -21,6 +21,7 @@ from ropeway.core.decision_log import (
 )
 from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
+from ropeway.core.prefix_index import BlockHasher
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class DecisionRecorder:
                 is_background=terms.is_background,
                 timeout_s=terms.timeout_s,
                 queue_timeout_s=terms.queue_timeout_s,
+                skips_prefix_cache=request.skips_prefix_cache,
                 digests=self._take_digests(),
             )
         )
@@ -118,3 +120,22 @@ class DecisionRecorder:
                 followed.num_open -= 1
                 if not followed.num_open:
                     del self._followed[event.request_id]
+
+
+class RecordingHasher(BlockHasher):
+    """Hashes as its parent does, and notes every hash it gives out."""
+
+    def __init__(self, block_size: int, note: Callable[[bytes], None]) -> None:
+        super().__init__(block_size)
+        self._note = note
+
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        hashes = super().prompt_hashes(request)
+        for block_hash in hashes:
+            self._note(block_hash)
+        return hashes
+
+    def next_hash(self, request: Request, parent: bytes | None, token_ids: Sequence[int]) -> bytes:
+        block_hash = super().next_hash(request, parent, token_ids)
+        self._note(block_hash)
+        return block_hash

@@ -5,7 +5,8 @@ Tokens are not in a log: a token that ended its sequence is 1, every other 0. Kn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import compress
 
@@ -22,10 +23,37 @@ from ropeway.core.decision_log import (
 )
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
+from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
 
 _STOP_TOKEN_ID, _OTHER_TOKEN_ID = 1, 0
+
+
+class _RepeatedHasher(BlockHasher):
+    """Gives out recorded digests as hashes, in the order in which they were given out then."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self._block_size = block_size
+        self._digests: deque[bytes] = deque()
+
+    def load(self, digests: Sequence[bytes]) -> None:
+        """What is to be given out during the next call of the scheduler; everything before was."""
+        if self._digests:
+            raise ReplayDifference(f"the scheduler asked for {len(self._digests)} block hashes fewer than the log has")
+        self._digests.extend(digests)
+
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        return [self._next() for _ in range(len(request.prompt_token_ids) // self._block_size)]
+
+    def next_hash(self, request: Request, parent: bytes | None, token_ids: Sequence[int]) -> bytes:
+        return self._next()
+
+    def _next(self) -> bytes:
+        if not self._digests:
+            raise ReplayDifference("the scheduler asked for a block hash that the log does not have")
+        return self._digests.popleft()
 
 
 class ReplayDifference(Exception):
@@ -48,7 +76,9 @@ class Replay:
 
     def __init__(self, log: DecisionLog) -> None:
         self._log = log
-        self._scheduler = SchedulerRecipe.from_values(log.header).make()
+        recipe = SchedulerRecipe.from_values(log.header)
+        self._hasher = _RepeatedHasher(recipe.block_size)
+        self._scheduler = recipe.make(self._hasher)
         self._encoder = LogEncoder()
         self._num_requests = 0
         self._in_flight: StepPlan | None = None
@@ -76,6 +106,8 @@ class Replay:
     def _rebuild(self, record: Record) -> Record:
         """Tells the scheduler the inputs in a record; the record with what it chose itself."""
         scheduler = self._scheduler
+        if isinstance(record, AddRecord | PlanRecord | CommitRecord):
+            self._hasher.load(record.digests)
         match record:
             case AddRecord():
                 scheduler.add(_request(record, self._num_requests), record.now_s)
@@ -117,6 +149,7 @@ def _request(record: AddRecord, number: int) -> Request:
             timeout_s=record.timeout_s,
             queue_timeout_s=record.queue_timeout_s,
         ),
+        skips_prefix_cache=record.skips_prefix_cache,
     )
 
 
