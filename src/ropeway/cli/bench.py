@@ -18,6 +18,7 @@ from ropeway.bench.serve import (
     write_document,
 )
 from ropeway.bench.workload import RAGGED_OUTPUTS, RAGGED_PROMPTS, LengthDistribution, SyntheticWorkload
+from ropeway.cli.options import add_model_argument
 from ropeway.errors import ConfigError
 
 
@@ -30,9 +31,10 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def add_parser(subparsers: Any) -> None:
     """Adds `bench` and its own subcommands; the parsed namespace carries `run(args) -> exit status`."""
-    bench = subparsers.add_parser("bench", help="measure a server: throughput and latency together")
+    bench = subparsers.add_parser("bench", help="measure a server, or a step of the engine")
     commands = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
+    _add_step(commands)
 
 
 def _add_serve(commands: Any) -> None:
@@ -141,6 +143,69 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="write tokens/s against each latency here, as .svg or .html"
     )
+
+
+def _add_step(commands: Any) -> None:
+    parser = commands.add_parser(
+        "step",
+        help="how long a step takes, and with --profile where its time goes",
+        description="Runs steps of a chosen batch, context and prefill chunk on an engine in this process, with the "
+        "text side of the server behind it.",
+        formatter_class=_HelpFormatter,
+    )
+    parser.set_defaults(run=run_step)
+    add_model_argument(parser, "--model")
+    add = parser.add_argument
+    add("--batch", type=int, nargs="+", default=[32], metavar="N", help="sequences that decode; several are measured "
+        "one after the other")  # fmt: skip
+    add("--context", type=int, default=256, metavar="TOKENS", help="tokens behind each of them when measuring begins")
+    add("--prefill-tokens", type=int, default=0, metavar="TOKENS", help="tokens of a fresh prompt in every step")
+    add("--num-threads", type=int, metavar="N", help="threads that compute; one per usable core if not given")
+    add("--num-steps", type=int, default=32, metavar="N", help="steps to measure")
+    add("--seed", type=int, default=0, help="of the token ids")
+    add("--profile", action="store_true", help="print where the time goes: op by op, and Python")
+    add("--json", type=Path, metavar="FILE", help="write all figures and options here")
+    add("--plot", type=Path, metavar="FILE", help="write a stacked bar per batch here, as .svg")
+
+
+def run_step(args: argparse.Namespace) -> int:
+    """Runs `bench step`; 0."""
+    from ropeway.bench.step import (  # loads an engine's worth of modules, which `bench serve` does without
+        StepBenchOptions,
+        format_profile,
+        format_steps,
+        plot_profiles,
+        profile_document,
+        run_step_bench,
+    )
+
+    if args.plot is not None and args.plot.suffix != ".svg":
+        raise ConfigError(f"--plot {args.plot} names no known format: end it in .svg")
+    least = {"--context": args.context, "--num-steps": args.num_steps} | {"--batch": min(args.batch)}
+    for name, value in least.items():
+        if value < 1:
+            raise ConfigError(f"{name} {value} is below the least that makes sense, 1")
+    for name, value in {"--prefill-tokens": args.prefill_tokens, "--seed": args.seed}.items():
+        if value < 0:
+            raise ConfigError(f"{name} {value} is below the least that makes sense, 0")
+    options = StepBenchOptions(
+        model=args.model,
+        batches=tuple(args.batch),
+        context=args.context,
+        prefill_tokens=args.prefill_tokens,
+        num_threads=args.num_threads,
+        num_steps=args.num_steps,
+        seed=args.seed,
+    )
+    profiles = run_step_bench(options, lambda text: print(text, file=sys.stderr, flush=True))
+    print(format_steps(profiles))
+    for profile in profiles if args.profile else ():
+        print(f"\n{format_profile(profile)}")
+    if args.json is not None:
+        write_document(args.json, orjson.dumps(profile_document(options, profiles), option=orjson.OPT_INDENT_2))
+    if args.plot is not None:
+        write_document(args.plot, plot_profiles(options.model, profiles))
+    return 0
 
 
 def run_serve(args: argparse.Namespace) -> int:

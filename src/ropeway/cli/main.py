@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, OpenAI-compatible",
     "generate": "complete prompts and print or store the answers",
     "models": "list, fetch and locate models",
-    "bench": "measure a server: throughput and latency together",
+    "bench": "measure a server, or a step of the engine",
     "replay": "rebuild the schedule of a decision log, as a table or a timeline",
 }
 

@@ -156,7 +156,7 @@ async def whole_answer(generation: Generation, stream: OutputStream, form: Forma
 
 async def answer_events(generation: Generation, stream: OutputStream, form: Format) -> AsyncIterator[bytes]:
     """The streamed answer as server-sent events; an error after the start is an event of its own."""
-    writer = _ChunkWriter(generation, form)
+    writer = ChunkWriter(generation, form)
     try:
         first = writer.first()
         if first:
@@ -172,7 +172,7 @@ async def answer_events(generation: Generation, stream: OutputStream, form: Form
         yield _event(error_body(error)[1])
 
 
-class _ChunkWriter:
+class ChunkWriter:
     """Writes chunks by joining bytes: everything but the text and the finish reason is known beforehand."""
 
     def __init__(self, generation: Generation, form: Format) -> None:
