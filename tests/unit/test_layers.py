@@ -47,8 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"core", "config", "llm", "engine", "inputs", "outputs", "_version"},
 }  # fmt: skip
 STANDARD_LIBRARY_OF_CORE = {
-    "__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
-    "math", "operator", "struct", "types", "typing",
+    "__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
+    "itertools", "math", "operator", "struct", "types", "typing",
 }  # fmt: skip
 
 

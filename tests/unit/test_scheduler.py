@@ -38,21 +38,37 @@ def test_decodes_first_then_running_prefills_then_boarding() -> None:
     scheduler.add(make_request("b", 12, 9), 0.0)
     assert rows(run_step(scheduler)[0]) == [(0, 0, 4, True), (1, 0, 4, False)]
     scheduler.add(make_request("c", 3, 9), 0.0)
-    assert rows(run_step(scheduler)[0]) == [(0, 4, 1, True), (1, 4, 7, False)]
-    assert rows(run_step(scheduler)[0]) == [(0, 5, 1, True), (1, 11, 1, True), (2, 0, 3, True)]
-    assert rows(run_step(scheduler)[0]) == [(0, 6, 1, True), (1, 12, 1, True), (2, 3, 1, True)]
+    # b is longer than the step: it takes half of it, and what c leaves
+    assert rows(run_step(scheduler)[0]) == [(0, 4, 1, True), (1, 4, 4, False), (2, 0, 3, True)]
+    assert rows(run_step(scheduler)[0]) == [(0, 5, 1, True), (2, 3, 1, True), (1, 8, 4, True)]
+    assert rows(run_step(scheduler)[0]) == [(0, 6, 1, True), (1, 12, 1, True), (2, 4, 1, True)]
 
 
 def test_a_running_prefill_without_budget_has_no_row() -> None:
-    scheduler = make_scheduler(budget=4, block_size=4)
-    scheduler.add(make_request("a", 4, 9), 0.0)
-    scheduler.add(make_request("b", 10, 9), 0.0)
-    scheduler.add(make_request("c", 2, 9), 0.0)
+    scheduler = make_scheduler(budget=6, block_size=4)
+    scheduler.add(make_request("a", 1, 2), 0.0)
+    for name in "bcd":
+        scheduler.add(make_request(name, 20, 9), 0.0)
+    assert rows(run_step(scheduler)[0]) == [(0, 0, 1, True), (1, 0, 3, False), (2, 0, 2, False)]
+    assert rows(run_step(scheduler)[0]) == [(0, 1, 1, True), (1, 3, 2, False), (2, 2, 2, False), (3, 0, 1, False)]
+    assert rows(run_step(scheduler)[0]) == [(1, 5, 3, False), (2, 4, 3, False)]
+
+
+def test_a_prompt_longer_than_the_step_takes_all_of_it_while_nobody_waits() -> None:
+    scheduler = make_scheduler(budget=6)
+    scheduler.add(make_request("a", 20, 9), 0.0)
+    assert [rows(run_step(scheduler)[0])[0][2] for _ in range(4)] == [6, 6, 6, 2]
+
+
+def test_short_prompts_pass_a_long_one() -> None:
+    scheduler = make_scheduler(budget=16, num_blocks=100)
+    scheduler.add(make_request("long", 200, 2), 0.0)
     run_step(scheduler)
-    assert rows(run_step(scheduler)[0]) == [(0, 4, 1, True), (1, 0, 3, False)]
-    assert rows(run_step(scheduler)[0]) == [(0, 5, 1, True), (1, 3, 3, False)]
-    assert rows(run_step(scheduler)[0]) == [(0, 6, 1, True), (1, 6, 3, False)]
-    assert rows(run_step(scheduler)[0]) == [(0, 7, 1, True), (1, 9, 1, True), (2, 0, 2, True)]
+    for i in range(4):
+        scheduler.add(make_request(f"short {i}", 8, 2), 0.0)
+        plan, events = run_step(scheduler)
+        assert f"short {i}" in [e.request_id for e in events], "it waited behind the long prompt"
+        assert plan.num_tokens[plan.sequence_ids.index(0)] >= 16 // 2 - 2
 
 
 def test_two_prefills_in_flight_and_the_older_goes_first() -> None:
@@ -62,8 +78,8 @@ def test_two_prefills_in_flight_and_the_older_goes_first() -> None:
     run_step(scheduler)
     scheduler.abort("a")
     scheduler.add(make_request("c", 9, 9), 0.0)
-    assert rows(run_step(scheduler)[0]) == [(1, 1, 6, False)]
-    assert rows(run_step(scheduler)[0]) == [(1, 7, 2, True), (2, 0, 4, False)]
+    assert rows(run_step(scheduler)[0]) == [(1, 1, 3, False), (2, 0, 3, False)]
+    assert rows(run_step(scheduler)[0]) == [(1, 4, 5, True), (2, 3, 1, False)]
     scheduler.add(make_request("d", 9, 9), 0.0)
     assert rows(run_step(scheduler)[0]) == [(1, 9, 1, True), (2, 4, 5, True)]
 
@@ -144,7 +160,7 @@ def test_blocks_are_free_for_the_plan_after_the_last_token() -> None:
 
 def test_who_waits_knows_why() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4, budget=8, max_num_seqs=2)
-    first, second = (scheduler.add(make_request(name, 10, 4), 0.0)[0] for name in "ab")
+    first, second = (scheduler.add(make_request(name, 8, 8), 0.0)[0] for name in "ab")
     third = scheduler.add(make_request("c", 1, 1), 0.0)[0]
     run_step(scheduler)
     assert (second.waiting_reason, third.waiting_reason) == (WaitingReason.BUDGET, WaitingReason.POLICY)

@@ -36,9 +36,9 @@ def test_a_batch_boards_as_a_whole_and_its_prefill_is_chunked_by_the_budget() ->
     for name in "abc":
         scheduler.add(make_request(name, 6, 2), 0.0)
     plans = [run_step(scheduler)[0] for _ in range(5)]
-    assert [p.sequence_ids for p in plans] == [(0,), (0, 1), (0, 1), (1, 2), (1, 2)]
-    assert [p.num_tokens for p in plans] == [(4,), (2, 2), (1, 3), (1, 3), (1, 3)]
-    assert [p.grants[0].block_ids for p in plans] == [(0, 1), (2, 3), (), (4, 5), ()]
+    assert [p.sequence_ids for p in plans] == [(0, 1), (0,), (0, 1, 2), (1, 2), (1, 2)]
+    assert [p.num_tokens for p in plans] == [(2, 2), (4,), (1, 2, 1), (2, 2), (1, 3)]
+    assert [p.grants[0].block_ids for p in plans] == [(0, 1, 2, 3), (), (4, 5), (), ()]
 
 
 def test_a_batch_is_no_larger_than_the_budget() -> None:

@@ -15,8 +15,6 @@ Granted = tuple[int, Sequence[Sequence[int]]]  # a row, and the block ids it is 
 class PlanBuilder:
     """Rows of a plan being made; adding one advances its sequence's num_computed_tokens."""
 
-    budget: StepBudget  # set once the decodes are added
-
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
         self._sequence_ids: list[int] = []
@@ -24,7 +22,8 @@ class PlanBuilder:
         self._num_tokens: list[int] = []
         self._is_sampled: list[bool] = []
         self._granted: list[Granted] = []
-        self.prefilled: list[TokenSequence] = []
+        self._long_rows: list[tuple[int, TokenSequence]] = []  # prompts longer than the step, which share it
+        self._chunks: list[tuple[TokenSequence, int]] = []  # of prompts, with where they start
         self.num_prompt_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_padding_tokens = 0
@@ -59,15 +58,24 @@ class PlanBuilder:
         self._add_row(sequence.sequence_id, sequence.num_computed_tokens - 1, 1, True)
         self.num_padding_tokens += 1
 
+    def begin_prefills(self, budget: StepBudget) -> None:
+        """The decodes are added; what follows takes from `budget`."""
+        self.budget = budget
+        self._num_budgeted = budget.num_prefill_tokens(0)
+
     def add_prefill(self, sequence: TokenSequence) -> None:
         """Plan as many uncomputed tokens of a sequence as the budget leaves; no row where it leaves none.
 
-        Its first row since it boarded carries its whole block table.
+        One that is longer than the step takes half of it, and what nobody else wants. Its first row since it boarded
+        carries its whole block table.
         """
         start = sequence.num_computed_tokens
         num_tokens = min(sequence.num_tokens - start, self.budget.num_prefill_tokens(start))
         if num_tokens <= 0:
             return
+        if sequence.num_tokens - start > self._num_budgeted > 1:
+            num_tokens = min(num_tokens, self._num_budgeted // 2)
+            self._long_rows.append((len(self._starts), sequence))
         if not sequence.is_announced:
             self._granted.append((len(self._starts), sequence.block_ids))
             sequence.is_announced = True
@@ -76,10 +84,26 @@ class PlanBuilder:
         self._add_row(sequence.sequence_id, start, num_tokens, is_sampled)
         self.budget.add_prefill(start, num_tokens, is_sampled)
         sequence.num_computed_tokens = end
-        self.prefilled.append(sequence)
-        num_first_new = max(start, sequence.num_recompute_tokens)  # positions below were computed before
-        self.num_recomputed_tokens += max(0, min(end, num_first_new) - start)
-        self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - num_first_new)
+        self._chunks.append((sequence, start))
+
+    def end_prefills(self) -> list[tuple[TokenSequence, int]]:
+        """Share out what is left of the budget; those with a chunk, and how many tokens of it are new."""
+        for row, sequence in self._long_rows:
+            start = sequence.num_computed_tokens
+            # One token at least stays uncomputed: the row is not sampled.
+            num_tokens = min(sequence.num_tokens - start - 1, self.budget.num_prefill_tokens(start))
+            if num_tokens > 0:
+                self._num_tokens[row] += num_tokens
+                self.budget.add_prefill(start, num_tokens, False)
+                sequence.num_computed_tokens += num_tokens
+        chunks = []
+        for sequence, start in self._chunks:
+            end = sequence.num_computed_tokens
+            num_first_new = max(start, sequence.num_recompute_tokens)  # positions below were computed before
+            self.num_recomputed_tokens += max(0, min(end, num_first_new) - start)
+            self.num_prompt_tokens += max(0, min(end, sequence.num_prompt_tokens) - num_first_new)
+            chunks.append((sequence, max(0, end - num_first_new)))
+        return chunks
 
     def build(
         self,

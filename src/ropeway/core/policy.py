@@ -11,8 +11,12 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from ropeway.core.sequence import Sequence
+from ropeway.errors import ConfigError
 
 Key = tuple[float, ...]
+
+SPF_S_PER_TOKEN = 0.01  # about ten times what computing a token of a prompt takes
+SPF_MAX_HANDICAP_S = 60.0
 
 
 class Policy(Protocol):
@@ -34,10 +38,13 @@ class Policy(Protocol):
         """The first of the line boards."""
 
     def key(self, sequence: Sequence) -> Key:
-        """The place of a running sequence; the smallest comes first."""
+        """The place of a running sequence, or of the first of the line among them; the smallest comes first."""
+
+    def on_boarded(self, sequence: Sequence) -> None:
+        """It runs, and will compute its tokens from num_computed_tokens on."""
 
     def on_planned(self, decoding: list[Sequence]) -> None:
-        """Each of these computes one new token in this step. (Prompts are accounted for when they board.)"""
+        """Each of these computes one new token in this step."""
 
     def on_finished(self, sequence: Sequence) -> None:
         """A sequence ended, after it left the line or the batch."""
@@ -125,6 +132,9 @@ class FirstComeFirstServed:
     def key(self, sequence: Sequence) -> Key:
         return sequence.rank
 
+    def on_boarded(self, sequence: Sequence) -> None:
+        pass
+
     def on_planned(self, decoding: list[Sequence]) -> None:
         pass
 
@@ -136,3 +146,38 @@ class FirstComeFirstServed:
 
     def check_invariants(self, waiting: Iterable[Sequence]) -> None:
         self._line.check_invariants(waiting)
+
+
+class PriorityOrder(FirstComeFirstServed):
+    """Lower priorities first, and among equals in order of arrival; one that is lower may take the place of another.
+
+    aging_s: seconds of waiting that outweigh one step of priority, so nobody is overtaken by what arrives more than
+    priority x aging_s later; 0 never lets anything outweigh it, and then a stream of low numbers starves the rest.
+
+    Raises ConfigError for a negative aging_s.
+    """
+
+    def __init__(self, aging_s: float) -> None:
+        super().__init__()
+        if aging_s < 0:
+            raise ConfigError(f"priority_aging_s must be at least 0 seconds, not {aging_s:g}")
+        self._aging_s = aging_s
+
+    def rank(self, sequence: Sequence) -> float:
+        priority = sequence.request.terms.priority
+        return sequence.arrival_s + priority * self._aging_s if self._aging_s else float(priority)
+
+    def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        rank, priority = newcomer.rank, newcomer.request.terms.priority
+        victims = [s for s in running if s.rank > rank and s.request.terms.priority > priority]
+        return sorted(victims, key=self.key, reverse=True)
+
+
+class ShortestPrefillFirst(FirstComeFirstServed):
+    """The shortest prompt first, with ageing: a token more counts as SPF_S_PER_TOKEN of waiting less.
+
+    So nobody is overtaken by what arrives more than SPF_MAX_HANDICAP_S later, however long its prompt.
+    """
+
+    def rank(self, sequence: Sequence) -> float:
+        return sequence.arrival_s + min(SPF_S_PER_TOKEN * sequence.num_prefill_tokens, SPF_MAX_HANDICAP_S)

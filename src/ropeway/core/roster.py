@@ -27,6 +27,7 @@ class Roster:
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
         self.retained: dict[int, Sequence] = {}
+        self.preempted_now_ids: set[int] = set()  # since the step being planned began
         self.num_preempted = 0  # of those in line
         self.num_preemptions = 0
         self.num_finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -60,6 +61,11 @@ class Roster:
             self.line.push(sequence, now_s)
         return sequences
 
+    def begin_step(self) -> None:
+        """A plan is being made."""
+        self.preempted_now_ids.clear()
+        self._newly_started_ids = []
+
     def board(self) -> Sequence:
         """The first of the line runs, with the blocks that the admission grants it."""
         sequence = self.line.pop()
@@ -68,6 +74,7 @@ class Roster:
         sequence.state = SequenceState.RUNNING
         self.running[sequence.sequence_id] = sequence
         self._admission.on_boarded(sequence)
+        self.line.on_boarded(sequence)
         request_id = sequence.request.request_id
         if request_id not in self._started_ids:
             self._started_ids.add(request_id)
@@ -87,6 +94,7 @@ class Roster:
         self._admission.on_preempted(sequence)
         self.line.push(sequence, now_s)
         self._newly_preempted_ids.append(sequence.sequence_id)
+        self.preempted_now_ids.add(sequence.sequence_id)
         self.num_preempted += 1
         self.num_preemptions += 1
 

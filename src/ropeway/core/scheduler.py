@@ -51,6 +51,7 @@ class Scheduler:
         self._in_flight: StepPlan | None = None
         self._planned_s = 0.0
         self._prefilled: list[Sequence] = []  # in the step in flight
+        self._entitled: Sequence | None = None  # others were preempted for it; it boards as soon as it fits
         self._num_steps = 0
         self._num_failed_steps = 0
         self._num_recomputed_tokens = 0
@@ -79,24 +80,24 @@ class Scheduler:
     def plan(self, now_s: float) -> StepPlan | None:
         """What to compute next; None when there is nothing to do.
 
-        Decodes come first, then prefill chunks of those who run, in policy order, then those who board.
+        Decodes come first, then prefill chunks in policy order, of those who run and of those who board.
         """
         assert self._in_flight is None, f"step {self._in_flight.step_id} is neither committed nor failed"
         roster = self._roster
         if not roster.sequences:
             return None
-        roster.take_started_ids()
+        roster.begin_step()
+        self._line.begin_step()
         num_running_before = len(roster.running)
         self._make_room(now_s)
+        self._make_way(now_s)
         builder = PlanBuilder(self._kv.num_groups)
         prefilling = self._plan_decodes(builder)
         for sequence in roster.retained.values() if self._batching.is_padded else ():
             builder.add_padding(sequence)
         load = DecodeLoad(builder.num_rows, builder.num_context_tokens, len(self._line) + len(prefilling))
-        builder.budget = self._pacing.begin_step(load, now_s)
-        for sequence in sorted(prefilling, key=self._line.key):
-            builder.add_prefill(sequence)
-        self._board(builder, num_running_before)
+        builder.begin_prefills(self._pacing.begin_step(load, now_s))
+        self._plan_prefills(builder, prefilling, num_running_before)
         return self._launch(builder, now_s)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[SequenceEvent]:
@@ -179,6 +180,10 @@ class Scheduler:
             num_finished=dict(roster.num_finished),
         )
 
+    @property
+    def _max_num_running(self) -> int:
+        return min(self._limits.max_num_seqs, self._pacing.max_num_running)
+
     # -- plan, in order ------------------------------------------------------------------------------------------------
 
     def _make_room(self, now_s: float) -> None:
@@ -201,6 +206,35 @@ class Scheduler:
             num_needed -= victim.num_tokens > victim.num_slots
             self._roster.preempt(victim, WaitingReason.CAPACITY, now_s)
 
+    def _make_way(self, now_s: float) -> None:
+        """Preempt for the first of the line, where it may take the place of others and then fits.
+
+        Those it may take the place of come after it in policy order, so this comes to an end.
+        """
+        newcomer, roster, kv, admission = self._line.first(), self._roster, self._kv, self._batching.admission
+        if newcomer is None or not self._batching.may_board(len(roster.running), 1):
+            return
+        candidates = self._line.victims_for(newcomer, roster.running.values())
+        if not candidates:
+            return
+        kv.match(newcomer, roster.sequences_of(newcomer.request.request_id))
+        has_place = len(roster.running) < self._max_num_running
+        if has_place and (newcomer is self._entitled or admission.may_board(newcomer, kv)):
+            return
+        num_free_blocks = kv.num_free_blocks - sum([s.num_tokens > s.num_slots for s in roster.running.values()])
+        num_lacking = kv.num_blocks_to_take(newcomer, admission.num_slots(newcomer)) - num_free_blocks
+        victims = []
+        for victim in candidates:
+            if has_place and num_lacking <= 0:
+                break
+            victims.append(victim)
+            has_place = True
+            num_lacking -= kv.num_blocks_for(victim.num_slots) + (victim.num_tokens > victim.num_slots)
+        if has_place and num_lacking <= 0 and victims:
+            self._entitled = newcomer
+            for victim in victims:
+                roster.preempt(victim, WaitingReason.POLICY, now_s)
+
     def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan one token for each running sequence that decodes; returns those that prefill."""
         decoding: list[Sequence] = []
@@ -217,19 +251,31 @@ class Scheduler:
         self._line.on_planned(decoding)
         return prefilling
 
-    def _board(self, builder: PlanBuilder, num_running_before: int) -> None:
-        """Admit those who wait, in policy order; nobody overtakes one that does not fit.
+    def _plan_prefills(self, builder: PlanBuilder, prefilling: list[Sequence], num_running_before: int) -> None:
+        """Plan chunks of those who prefill and of those who board, in policy order.
 
-        One that would compute what another is computing lets others pass.
+        Nobody overtakes one that cannot board; only one that would compute what another is computing lets others pass.
         """
-        while (sequence := self._line.first()) is not None:
-            reason = self._obstacle(sequence, builder, num_running_before)
-            if reason is None:
-                builder.add_prefill(self._roster.board())
-                continue
-            sequence.waiting_reason = reason
-            if reason is not WaitingReason.DEFERRED or not self._defer(sequence):
-                return
+        line = self._line
+        prefilling.sort(key=line.key, reverse=True)
+        is_boarding = True
+        while True:
+            newcomer = line.first() if is_boarding else None
+            if newcomer is not None and not (prefilling and line.key(prefilling[-1]) < line.key(newcomer)):
+                reason = self._obstacle(newcomer, builder, num_running_before)
+                if reason is None:
+                    builder.add_prefill(self._roster.board())
+                    continue
+                newcomer.waiting_reason = reason
+                is_boarding = reason is WaitingReason.DEFERRED and self._defer(newcomer)
+            elif prefilling:
+                builder.add_prefill(prefilling.pop())
+            else:
+                break
+        chunks = builder.end_prefills()
+        self._prefilled = [sequence for sequence, _ in chunks]
+        for sequence, num_new_tokens in chunks:
+            line.on_prefilled(sequence, num_new_tokens)
 
     def _defer(self, sequence: Sequence) -> bool:
         leader = self._kv.leader(sequence)
@@ -239,7 +285,7 @@ class Scheduler:
     def _obstacle(self, sequence: Sequence, builder: PlanBuilder, num_running_before: int) -> WaitingReason | None:
         """Why the first of the line does not board; None where it may."""
         batching, num_running = self._batching, len(self._roster.running)
-        if num_running >= min(self._limits.max_num_seqs, self._pacing.max_num_running):
+        if num_running >= self._max_num_running:
             return WaitingReason.CAPACITY
         if not batching.may_board(num_running_before, builder.num_tokens_left):
             return WaitingReason.BUDGET if batching.may_board(num_running_before, 1) else WaitingReason.CAPACITY
@@ -249,9 +295,14 @@ class Scheduler:
             return WaitingReason.DEFERRED
         if sequence.match.num_tokens and builder.budget.num_prefill_tokens(sequence.match.num_tokens) < 1:
             return WaitingReason.BUDGET  # blocks are copied in the step that computes on them
-        if num_running and not batching.admission.may_board(sequence, self._kv):
+        if sequence.sequence_id in self._roster.preempted_now_ids:
             return WaitingReason.CAPACITY
-        return None
+        if sequence is self._entitled:
+            num_slots = batching.admission.num_slots(sequence)
+            may_board = self._kv.num_blocks_to_take(sequence, num_slots) <= self._kv.num_free_blocks
+        else:
+            may_board = not num_running or batching.admission.may_board(sequence, self._kv)
+        return None if may_board else WaitingReason.CAPACITY
 
     def _launch(self, builder: PlanBuilder, now_s: float) -> StepPlan:
         preempted_ids, finished_ids = self._roster.take_announcements()
@@ -262,7 +313,6 @@ class Scheduler:
         self._num_recomputed_tokens += builder.num_recomputed_tokens
         self._num_padding_tokens += builder.num_padding_tokens
         self._in_flight = plan
-        self._prefilled = builder.prefilled
         self._planned_s = now_s
         return plan
 
@@ -282,5 +332,4 @@ class Scheduler:
         for sequence in roster.sequences.values():
             assert sequence.num_computed_tokens + slack <= sequence.num_tokens, "computed more tokens than are known"
         roster.check_invariants()
-        most = min(self._limits.max_num_seqs, self._pacing.max_num_running)
-        assert len(roster.running) + len(roster.retained) <= most, "more sequences run than may"
+        assert len(roster.running) + len(roster.retained) <= self._max_num_running, "more sequences run than may"

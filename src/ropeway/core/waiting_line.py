@@ -10,24 +10,45 @@ from collections.abc import Callable, Iterable
 from ropeway.core.deferral import Deferrals
 from ropeway.core.policy import FirstComeFirstServed, Key, Policy
 from ropeway.core.sequence import Sequence
+from ropeway.errors import ConfigError
+
+# Background work is served its share in pieces of so many tokens, so that what it displaces is displaced rarely.
+SHARE_QUANTUM_TOKENS = 256.0
 
 
 class WaitingLine:
     """Those who wait, in two classes, each under a policy of its own.
 
-    make_policy: a new policy for a class.
+    make_policy: a new policy for a class. background_share: of the tokens computed for the first time while background
+    sequences are unfinished, the part that is guaranteed to them as far as they can use it, 0 to 0.9.
+
+    Interactive sequences come first: background ones board only where no interactive one waits, make way for those that
+    do, and are preempted first. Meanwhile they earn background_share of what is computed; once they have earned
+    SHARE_QUANTUM_TOKENS they are due, and come first until they have had them. Neither class then loses what it gains:
+    only tokens computed for the first time count, on both sides. With a share of 0 they can starve.
+
+    Raises ConfigError for a share out of range.
     """
 
-    def __init__(self, make_policy: Callable[[], Policy] = FirstComeFirstServed) -> None:
+    def __init__(
+        self, make_policy: Callable[[], Policy] = FirstComeFirstServed, *, background_share: float = 0.05
+    ) -> None:
+        if not 0 <= background_share <= 0.9:
+            raise ConfigError(f"background_share must be from 0 to 0.9, not {background_share:g}")
         self._interactive = make_policy()
         self._background = make_policy()
         self._deferred = Deferrals()
+        self._num_background = 0  # unfinished
+        self._earned_per_token = background_share / (1 - background_share)
+        self._num_owed_tokens = 0.0  # to the background
+        self._is_background_due = False
 
     def __len__(self) -> int:
         return len(self._interactive) + len(self._background) + len(self._deferred)
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         """A new or preempted sequence takes its place."""
+        self._num_background += _is_background(sequence) and not sequence.num_preemptions
         self._policy_of(sequence).push(sequence, now_s)
 
     def remove(self, sequence: Sequence) -> None:
@@ -41,11 +62,22 @@ class WaitingLine:
         self._deferred.add(self.pop(), leader, num_blocks)
         return True
 
+    def begin_step(self) -> None:
+        """Settle which class comes first in the step being planned."""
+        if not self._num_background:
+            self._num_owed_tokens, self._is_background_due = 0.0, False
+        elif self._num_owed_tokens >= SHARE_QUANTUM_TOKENS:
+            self._is_background_due = True
+        elif self._num_owed_tokens <= 0:
+            self._is_background_due = False
+
     def first(self) -> Sequence | None:
         """Who boards next. Those who let others pass were ahead of the rest of their class."""
-        first = self._interactive.first() or self._background.first()
+        classes = (self._interactive, self._background)
+        is_due = self._is_background_due
+        first = classes[is_due].first() or classes[not is_due].first()
         back = self._deferred.first() if self._deferred else None
-        if back is None or (first is not None and _is_background(back) > _is_background(first)):
+        if back is None or (first is not None and self._class_rank(back) > self._class_rank(first)):
             return first
         return back
 
@@ -59,20 +91,46 @@ class WaitingLine:
         return sequence
 
     def key(self, sequence: Sequence) -> Key:
-        """The place of a running sequence; the smallest comes first."""
-        return (sequence.request.terms.is_background, *self._policy_of(sequence).key(sequence))
+        """The place of a running sequence, or of the first of the line among them; the smallest comes first."""
+        return (self._class_rank(sequence), *self._policy_of(sequence).key(sequence))
+
+    def on_boarded(self, sequence: Sequence) -> None:
+        """It runs, and will compute its tokens from num_computed_tokens on."""
+        self._policy_of(sequence).on_boarded(sequence)
 
     def on_planned(self, decoding: list[Sequence]) -> None:
         """Each of these computes one new token in this step."""
-        self._interactive.on_planned(decoding)
+        if not self._num_background:
+            self._interactive.on_planned(decoding)
+            return
+        background = [s for s in decoding if s.request.terms.is_background]
+        self._background.on_planned(background)
+        self._interactive.on_planned([s for s in decoding if not s.request.terms.is_background])
+        self._count(len(decoding) - len(background), len(background))
+
+    def on_prefilled(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """It computes so many tokens of its prompt for the first time in this step."""
+        if self._num_background:
+            is_background = _is_background(sequence)
+            self._count(num_new_tokens * (not is_background), num_new_tokens * is_background)
 
     def on_finished(self, sequence: Sequence) -> None:
         """A sequence ended, after it left the line or the batch."""
+        self._num_background -= _is_background(sequence)
         self._policy_of(sequence).on_finished(sequence)
 
     def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         """Those running that the first of the line may take the place of, the last of the order first."""
-        return self._policy_of(newcomer).victims_for(newcomer, running)
+        is_background = _is_background(newcomer)
+        if not self._num_background:
+            return self._interactive.victims_for(newcomer, running)
+        classes: tuple[list[Sequence], list[Sequence]] = ([], [])
+        for sequence in running:
+            classes[_is_background(sequence)].append(sequence)
+        victims = self._policy_of(newcomer).victims_for(newcomer, classes[is_background])
+        if is_background or self._is_background_due:
+            return victims
+        return [*sorted(classes[True], key=self.key, reverse=True), *victims]
 
     def check_invariants(self, waiting: Iterable[Sequence]) -> None:
         """Check that exactly `waiting` wait, in order. Raises AssertionError with the first violation."""
@@ -86,6 +144,16 @@ class WaitingLine:
         assert not deferred, "one that does not wait lets others pass"
         self._interactive.check_invariants(classes[False])
         self._background.check_invariants(classes[True])
+
+    def _count(self, num_interactive: int, num_background: int) -> None:
+        """New tokens of a step. What was left over is set against what is owed, and makes no debt."""
+        owed = self._num_owed_tokens - num_background
+        if not self._is_background_due:
+            owed = max(owed, min(self._num_owed_tokens, 0.0))
+        self._num_owed_tokens = min(owed + num_interactive * self._earned_per_token, SHARE_QUANTUM_TOKENS)
+
+    def _class_rank(self, sequence: Sequence) -> bool:
+        return _is_background(sequence) is not self._is_background_due
 
     def _policy_of(self, sequence: Sequence) -> Policy:
         return self._background if _is_background(sequence) else self._interactive
