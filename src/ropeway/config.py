@@ -44,6 +44,8 @@ class EngineConfig:
     num_threads: of the native backend; None is one per usable core.
     isa: instruction set of the native kernels; None is the best this processor has.
     backend: `native`, or `reference` (numpy, slow, the oracle of the tests).
+    decision_log: file to which every scheduling decision is written, for `ropeway replay`; decision_log_size: bytes (an
+        int, or text such as "1G") before which that log ends.
     served_model_name: the name (or names, the first is the answer's) that requests may give; None derives it from the
     model.
 
@@ -60,6 +62,8 @@ class EngineConfig:
     num_threads: int | None = None
     isa: str | None = None
     backend: BackendName = "native"
+    decision_log: str | os.PathLike[str] | None = None
+    decision_log_size: int | str = "1G"
     served_model_name: str | Iterable[str] | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +80,10 @@ class EngineConfig:
         _check_choice("backend", self.backend, get_args(BackendName))
         if self.isa is not None and (not isinstance(self.isa, str) or not self.isa):
             raise ConfigError(f"isa must be the name of an instruction set, not {self.isa!r}")
+        if self.decision_log is not None and not isinstance(self.decision_log, str | os.PathLike):
+            raise ConfigError(f"decision_log must be the path of a file, not {self.decision_log!r}")
+        log_bytes = parse_bytes("decision_log_size", self.decision_log_size)
+        object.__setattr__(self, "decision_log_size", log_bytes)
         if self.kv_cache_memory is not None:
             if self.num_kv_blocks is not None:
                 raise ConfigError("num_kv_blocks and kv_cache_memory both size the KV pool; give one of them")
@@ -125,6 +133,8 @@ class EngineFacts:
     num_threads: int | None
     isa: str | None
     backend: BackendName
+    decision_log: str | None
+    decision_log_bytes: int
     served_model_names: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
@@ -170,6 +180,8 @@ def resolve(config: EngineConfig, model: ModelFacts, free_memory_bytes: int) -> 
         num_threads=config.num_threads,
         isa=config.isa,
         backend=config.backend,
+        decision_log=None if config.decision_log is None else os.fspath(config.decision_log),
+        decision_log_bytes=parse_bytes("decision_log_size", config.decision_log_size),
         served_model_names=tuple(names) if names else (model.name,),
         warnings=tuple(warnings),
     )

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from ropeway.backends.batch import Backend
@@ -22,6 +23,8 @@ from ropeway.core.params import Request, SamplingParams
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
 from ropeway.engine.async_engine import AsyncEngine, OutputStream
+from ropeway.engine.decision_log_file import DecisionLogFile
+from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
 from ropeway.engine.engine import Engine
 from ropeway.engine.runner import Runner
 from ropeway.errors import InvalidRequestError, ModelFileError
@@ -53,6 +56,7 @@ class LoadedEngine:
     backend: Backend
     facts: EngineFacts
     path: str
+    decision_log: DecisionLogFile | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -111,8 +115,10 @@ def finish_engine(prepared: PreparedModel) -> LoadedEngine:
     else:
         budget = facts.max_num_batched_tokens
     facts = facts.with_token_budget(budget)
-    engine = make_engine(prepared.backend, facts, num_cache_groups=len(program.cache_groups))
-    return LoadedEngine(engine, prepared.builder, prepared.backend, facts, prepared.path)
+    num_cache_groups = len(program.cache_groups)
+    decision_log = open_decision_log(facts, num_cache_groups=num_cache_groups)
+    engine = make_engine(prepared.backend, facts, num_cache_groups=num_cache_groups, decision_log=decision_log)
+    return LoadedEngine(engine, prepared.builder, prepared.backend, facts, prepared.path, decision_log)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: Model) -> None:
@@ -175,7 +181,17 @@ def scheduler_recipe(facts: EngineFacts, *, num_cache_groups: int = 1) -> Schedu
     )
 
 
-def make_engine(backend: Backend, facts: EngineFacts, *, num_cache_groups: int = 1) -> Engine:
+def open_decision_log(facts: EngineFacts, *, num_cache_groups: int = 1) -> DecisionLogFile | None:
+    """The log that `facts` ask for. Raises ConfigError where it cannot be written."""
+    if facts.decision_log is None:
+        return None
+    values = scheduler_recipe(facts, num_cache_groups=num_cache_groups).to_values()
+    return DecisionLogFile(Path(facts.decision_log), values, facts.decision_log_bytes)
+
+
+def make_engine(
+    backend: Backend, facts: EngineFacts, *, num_cache_groups: int = 1, decision_log: DecisionLogFile | None = None
+) -> Engine:
     """An engine on a backend; `facts` have their token budget."""
     recipe = scheduler_recipe(facts, num_cache_groups=num_cache_groups)
     runner = Runner(
@@ -184,7 +200,11 @@ def make_engine(backend: Backend, facts: EngineFacts, *, num_cache_groups: int =
         max_model_len=facts.max_model_len,
         num_cache_groups=num_cache_groups,
     )
-    return Engine(recipe.make(), runner, time.monotonic)
+    if decision_log is None:
+        return Engine(recipe.make(), runner, time.monotonic)
+    recorder = DecisionRecorder(decision_log.put, key=os.urandom(32))
+    hasher = RecordingHasher(recipe.block_size, recorder.note_hash)
+    return Engine(recipe.make(hasher), runner, time.monotonic, recorder)
 
 
 class LLM:
@@ -433,7 +453,10 @@ class AsyncLLM:
         """
         if self._limits is not None:
             self._limits.close()
-        return await self.engine.shutdown(timeout_s) if self._is_started else True
+        is_drained = await self.engine.shutdown(timeout_s) if self._is_started else True
+        if self._loaded.decision_log is not None:
+            self._loaded.decision_log.close()
+        return is_drained
 
 
 def _is_metered(backend: Backend) -> TypeGuard[NativeBackend]:

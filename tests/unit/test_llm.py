@@ -11,6 +11,7 @@ from tests.support.random_gguf import RandomModel, write_random_gguf
 
 import ropeway
 from ropeway import LLM, AsyncLLM, RequestOutput, SamplingParams
+from ropeway.core.decision_log import AbortRecord, DecisionLog
 from ropeway.errors import (
     ConfigError,
     EngineStoppedError,
@@ -20,6 +21,7 @@ from ropeway.errors import (
     RequestTooLargeError,
 )
 from ropeway.model.gguf import GgufFile
+from ropeway.sim.replay import Replay
 
 OPTIONS = {"max_num_batched_tokens": 64, "num_kv_blocks": 64, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -356,3 +358,32 @@ def test_async_shutdown_lets_requests_finish_or_aborts_them(tiny_model_path: Pat
 async def until_idle(llm: AsyncLLM) -> None:
     while llm.engine.num_open_requests:
         await asyncio.sleep(0.001)
+
+
+async def _stream_and_leave(llm: AsyncLLM) -> None:
+    async with llm:
+        params = SamplingParams(max_tokens=30, n=2, ignore_eos=True)
+        async for output in llm.generate("a prompt that is long enough for some blocks " * 3, params):
+            if len(output.outputs[0].token_ids) > 5:
+                break
+        await asyncio.gather(*(_read(llm, f"prompt {i}") for i in range(4)))
+
+
+async def _read(llm: AsyncLLM, prompt: str) -> None:
+    async for _ in llm.generate(prompt, SamplingParams(max_tokens=9), output_kind="final"):
+        pass
+
+
+def test_the_decision_log_of_an_engine_replays(tiny_model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    llm = AsyncLLM(tiny_model_path, **OPTIONS, decision_log=path, decision_log_size="1M")
+    asyncio.run(_stream_and_leave(llm))
+    replay = Replay(DecisionLog(path.read_bytes()))
+    records = [replayed.record for replayed in replay.run()]
+    assert replay.stats() == llm.engine.stats
+    assert sum(isinstance(record, AbortRecord) for record in records) == 1
+
+
+def test_a_decision_log_that_cannot_be_written_is_told_at_the_start(tiny_model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write the decision log"):
+        LLM(tiny_model_path, **OPTIONS, decision_log=tmp_path / "missing" / "run.log")

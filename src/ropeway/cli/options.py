@@ -17,6 +17,8 @@ ENGINE_OPTIONS = (
     "num_threads",
     "isa",
     "backend",
+    "decision_log",
+    "decision_log_size",
     "served_model_name",
 )
 
@@ -50,6 +52,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "that this processor has; same answers on the same one only")  # fmt: skip
     add("--backend", choices=("native", "reference"), help="what computes; default: native; reference is numpy: "
         "slow, for checking")  # fmt: skip
+    add("--decision-log", metavar="FILE", help="write every scheduling decision to this file, for `ropeway replay`: "
+        "lengths and digests, no texts or tokens; default: none")  # fmt: skip
+    add("--decision-log-size", metavar="SIZE", help="size before which the decision log ends, such as 64M; default: 1G; an "
+        "hour of a full batch takes some megabytes")  # fmt: skip
 
 
 def add_model_argument(parser: argparse.ArgumentParser, *flags: str) -> None:
