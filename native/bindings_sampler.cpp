@@ -6,6 +6,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <initializer_list>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -143,13 +145,116 @@ auto as_array(const std::vector<SampleDraw>& draws, Field&& field) {
 
 using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-nb::tuple sample(Sampler& sampler, const Logits& logits, nb::handle batch) {
-  const int64_t num_rows = int64_t(logits.shape(0));
-  const int32_t vocab_size = sampler.vocab_size();
+void check_width(const Logits& logits, int32_t vocab_size) {
   if (int64_t(logits.shape(1)) != vocab_size) {
     refuse("logits of " + std::to_string(logits.shape(1)) + " tokens, not " + std::to_string(vocab_size));
   }
+}
+
+// The columns of Logprobs (backends/batch.py) for L rows of num_top alternatives each.
+class LogprobColumns {
+ public:
+  LogprobColumns(int64_t num_rows, int32_t num_top)
+      : num_rows_(size_t(num_rows)),
+        num_top_(num_top),
+        logprobs_(new float[num_rows_]),
+        ranks_(new int32_t[num_rows_]),
+        top_ids_(new int32_t[num_rows_ * num_top]),
+        top_logprobs_(new float[num_rows_ * num_top]) {}
+
+  LogprobRow row(int64_t i, int32_t vocab_size) {
+    LogprobRow row{};
+    row.vocab_size = vocab_size;
+    row.num_top = num_top_;
+    row.logprob = logprobs_.get() + i;
+    row.rank = ranks_.get() + i;
+    row.top_ids = top_ids_.get() + i * num_top_;
+    row.top_logprobs = top_logprobs_.get() + i * num_top_;
+    return row;
+  }
+
+  nb::tuple release() {
+    const size_t num_top = size_t(num_top_);
+    return nb::make_tuple(array(logprobs_.release(), {num_rows_}), array(ranks_.release(), {num_rows_}),
+                          array(top_ids_.release(), {num_rows_, num_top}),
+                          array(top_logprobs_.release(), {num_rows_, num_top}));
+  }
+
+ private:
+  template <class T>
+  static nb::ndarray<nb::numpy, T> array(T* values, std::initializer_list<size_t> shape) {
+    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return nb::ndarray<nb::numpy, T>(values, shape, owner);
+  }
+
+  const size_t num_rows_;
+  const int32_t num_top_;
+  std::unique_ptr<float[]> logprobs_;
+  std::unique_ptr<int32_t[]> ranks_, top_ids_;
+  std::unique_ptr<float[]> top_logprobs_;
+};
+
+int32_t num_top_of(nb::handle wanted, int32_t vocab_size) {
+  const int32_t num_top = nb::cast<int32_t>(wanted.attr("num_top"));
+  if (num_top < 0) refuse("num_top is " + std::to_string(num_top));
+  return num_top < vocab_size ? num_top : vocab_size;
+}
+
+// Which row of the logits each row of a batch reads.
+struct LogitsRows {
+  std::optional<Column<int32_t>> rows;
+  int64_t num_rows;
+
+  LogitsRows(nb::handle batch, const Logits& logits) : num_rows(int64_t(logits.shape(0))) {
+    if (batch.attr("logits_rows").is_none()) return;
+    rows = column<int32_t>(batch, "logits_rows");
+    check_rows(*rows, num_rows, "logits_rows");
+    num_rows = rows->size();
+  }
+  int64_t operator[](int64_t r) const { return rows ? (*rows)[r] : r; }
+
+  static void check_rows(const Column<int32_t>& rows, int64_t num_rows, const char* name) {
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      if (rows[i] < 0 || rows[i] >= num_rows || (i && rows[i] <= rows[i - 1])) {
+        refuse(std::string(name) + " do not ascend within " + std::to_string(num_rows) + " rows");
+      }
+    }
+  }
+};
+
+// Masks of a batch: words[M][ceil(V / 32)] for M of its rows.
+struct Masks {
+  nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> words;
+  Column<int32_t> rows;
+
+  Masks(nb::handle masks, int64_t num_rows, int32_t vocab_size) : rows(column<int32_t>(masks, "rows")) {
+    LogitsRows::check_rows(rows, num_rows, "masks.rows");
+    if (!nb::try_cast(masks.attr("words"), words, false) || int64_t(words.shape(0)) != rows.size() ||
+        int64_t(words.shape(1)) != (vocab_size + 31) / 32) {
+      refuse("masks.words is not one row of " + std::to_string((vocab_size + 31) / 32) + " uint32 per row");
+    }
+  }
+};
+
+nb::object none_or(std::optional<LogprobColumns>& columns) {
+  return columns ? nb::object(columns->release()) : nb::none();
+}
+
+nb::tuple sample(Sampler& sampler, const Logits& logits, nb::handle batch) {
+  const int32_t vocab_size = sampler.vocab_size();
+  check_width(logits, vocab_size);
+  const LogitsRows logits_rows(batch, logits);
+  const int64_t num_rows = logits_rows.num_rows;
   const Columns columns(batch, num_rows);
+  std::optional<Masks> masks;
+  if (!batch.attr("masks").is_none()) masks.emplace(batch.attr("masks"), num_rows, vocab_size);
+  std::optional<Column<int32_t>> logprob_rows;
+  std::optional<LogprobColumns> found;
+  if (const nb::object wanted = batch.attr("logprobs"); !wanted.is_none()) {
+    logprob_rows = column<int32_t>(wanted, "rows");
+    LogitsRows::check_rows(*logprob_rows, num_rows, "logprobs.rows");
+    found.emplace(logprob_rows->size(), num_top_of(wanted, vocab_size));
+  }
   std::vector<SampleDraw> draws(static_cast<size_t>(num_rows));
   const int64_t start_ns = steady_ns();
   int64_t end_ns;
@@ -158,14 +263,43 @@ nb::tuple sample(Sampler& sampler, const Logits& logits, nb::handle batch) {
     columns.check(vocab_size);
     std::vector<SampleRow> rows;
     rows.reserve(draws.size());
-    for (int64_t r = 0; r < num_rows; ++r) rows.push_back(columns.row(r, logits.data() + r * vocab_size, vocab_size));
-    sampler.sample(rows, draws.data());
+    for (int64_t r = 0; r < num_rows; ++r)
+      rows.push_back(columns.row(r, logits.data() + logits_rows[r] * vocab_size, vocab_size));
+    if (masks)
+      for (int64_t i = 0; i < masks->rows.size(); ++i)
+        rows[masks->rows[i]].mask = masks->words.data() + i * int64_t(masks->words.shape(1));
+    std::vector<LogprobRow> logprobs(found ? draws.size() : 0);
+    for (int64_t i = 0; found && i < logprob_rows->size(); ++i)
+      logprobs[(*logprob_rows)[i]] = found->row(i, vocab_size);
+    sampler.sample(rows, logprobs, draws.data());
     end_ns = steady_ns();
   }
   sampler.last_call = {end_ns - start_ns, steady_ns() - end_ns};
   return nb::make_tuple(as_array<int32_t>(draws, [](const SampleDraw& draw) { return draw.token_id; }),
                         as_array<bool>(draws, [](const SampleDraw& draw) { return draw.is_failed; }),
-                        as_array<uint64_t>(draws, [](const SampleDraw& draw) { return draw.total_weight; }));
+                        as_array<uint64_t>(draws, [](const SampleDraw& draw) { return draw.total_weight; }),
+                        none_or(found));
+}
+
+nb::tuple score(Sampler& sampler, const Logits& logits, nb::handle batch) {
+  const int32_t vocab_size = sampler.vocab_size();
+  check_width(logits, vocab_size);
+  const Column<int32_t> rows = column<int32_t>(batch, "rows");
+  const Column<int32_t> token_ids = column<int32_t>(batch, "token_ids", rows.size());
+  LogitsRows::check_rows(rows, int64_t(logits.shape(0)), "rows");
+  check_ids(token_ids.data(), token_ids.size(), vocab_size, "token_ids");
+  LogprobColumns found(rows.size(), num_top_of(batch, vocab_size));
+  {
+    nb::gil_scoped_release released;
+    std::vector<LogprobRow> wanted;
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      wanted.push_back(found.row(i, vocab_size));
+      wanted.back().logits = logits.data() + int64_t{rows[i]} * vocab_size;
+      wanted.back().token_id = token_ids[i];
+    }
+    sampler.score(wanted);
+  }
+  return found.release();
 }
 
 }  // namespace
@@ -190,8 +324,11 @@ void bind_sampler(nb::module_& m) {
           "Of the last sample: seconds without the interpreter lock, then seconds until it was had again.")
       .def("sample", &sample, nb::arg("logits").noconvert(), nb::arg("batch"),
            "Draws one token of each row of logits[R, V], which it changes, as a SampleBatch says. Returns token_ids[R] "
-           "int32, is_failed[R] bool and total_weights[R] uint64: the survivors' weights together, 0 for a greedy or "
-           "failed row.");
+           "int32, is_failed[R] bool, total_weights[R] uint64 (the survivors' weights together, 0 for a greedy or "
+           "failed "
+           "row) and, where the batch asks for log-probabilities, the columns of Logprobs, else None.")
+      .def("score", &score, nb::arg("logits").noconvert(), nb::arg("batch"),
+           "The columns of Logprobs for a ScoreBatch over rows of raw logits[R, V].");
 }
 
 }  // namespace ropeway

@@ -129,6 +129,8 @@ struct Kernels {
   int (*attention_state_floats)(int head_dim);
   // Draws one token of a row of logits.
   SampleDraw (*sample_row)(const SampleRow& row, const SampleScratch& scratch);
+  // Fills the outputs of row; NaN where the logits hold one.
+  void (*logprob_row)(const LogprobRow& row, const SampleScratch& scratch);
 };
 
 }  // namespace ropeway

@@ -24,6 +24,24 @@ struct SampleRow {
   int32_t num_biases;
   const int32_t* banned_ids;
   int32_t num_banned;
+  const uint32_t*
+      mask;  // [ceil(vocab_size / 32)], a bit per token, low bits first: only these may be drawn; may be null
+
+  bool is_adjusted() const {
+    return num_biases || num_banned || mask || repetition_penalty != 1.0f || presence_penalty != 0.0f ||
+           frequency_penalty != 0.0f;
+  }
+};
+
+// What is asked of one row of raw logits: the log-probability and rank (1 is the likeliest) of a token, and the num_top
+// likeliest tokens, likeliest first, of equals the lowest id.
+struct LogprobRow {
+  const float* logits;  // [vocab_size]
+  int32_t vocab_size, token_id, num_top;
+  float* logprob;
+  int32_t* rank;
+  int32_t* top_ids;     // [num_top], num_top <= vocab_size
+  float* top_logprobs;  // [num_top]
 };
 
 // Of one thread. `counts` is all zero between rows; the rest holds nothing.

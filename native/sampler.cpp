@@ -1,5 +1,6 @@
 #include "sampler.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -17,22 +18,42 @@ Sampler::Sampler(const Kernels& kernels, ThreadPool& pool, int32_t vocab_size)
     buffers_.push_back({std::make_unique<uint32_t[]>(size), std::unique_ptr<uint32_t[]>(new uint32_t[size]),
                         std::unique_ptr<int32_t[]>(new int32_t[size]), std::unique_ptr<int32_t[]>(new int32_t[size]),
                         std::unique_ptr<int32_t[]>(new int32_t[num_chunks]),
-                        std::unique_ptr<uint64_t[]>(new uint64_t[num_chunks])});
+                        std::unique_ptr<uint64_t[]>(new uint64_t[num_chunks]),
+                        std::unique_ptr<float[]>(new float[size])});
   }
 }
 
-void Sampler::sample(const std::vector<SampleRow>& rows, SampleDraw* draws) {
-  auto sample_one = [&](int row, int thread) {
-    const Buffers& own = buffers_[thread];
-    const SampleScratch scratch{own.counts.get(), own.weights.get(),   own.ids.get(),
-                                own.keys.get(),   own.chunk_max.get(), own.chunk_sums.get()};
-    draws[row] = kernels_.sample_row(rows[row], scratch);
-  };
-  if (rows.size() == 1) {
-    sample_one(0, 0);  // not worth waking anybody
+template <class Work>
+void Sampler::for_each_row(size_t num_rows, Work&& work) {
+  if (num_rows == 1) {
+    work(0, 0);  // not worth waking anybody
   } else {
-    pool_.parallel_for(int32_t(rows.size()), sample_one);
+    pool_.parallel_for(int32_t(num_rows), work);
   }
+}
+
+void Sampler::sample(const std::vector<SampleRow>& rows, std::vector<LogprobRow>& logprobs, SampleDraw* draws) {
+  for_each_row(rows.size(), [&](int row, int thread) {
+    const Buffers& own = buffers_[thread];
+    const SampleScratch scratch = own.scratch();
+    if (logprobs.empty() || !logprobs[row].logprob) {
+      draws[row] = kernels_.sample_row(rows[row], scratch);
+      return;
+    }
+    LogprobRow& wanted = logprobs[row];
+    wanted.logits = rows[row].logits;
+    if (rows[row].is_adjusted()) {
+      std::copy_n(rows[row].logits, vocab_size_, own.raw.get());
+      wanted.logits = own.raw.get();
+    }
+    draws[row] = kernels_.sample_row(rows[row], scratch);
+    wanted.token_id = draws[row].token_id;
+    kernels_.logprob_row(wanted, scratch);
+  });
+}
+
+void Sampler::score(const std::vector<LogprobRow>& rows) {
+  for_each_row(rows.size(), [&](int row, int thread) { kernels_.logprob_row(rows[row], buffers_[thread].scratch()); });
 }
 
 }  // namespace ropeway

@@ -22,15 +22,27 @@ class Sampler {
 
   int32_t vocab_size() const { return vocab_size_; }
 
-  // draws[i] is of rows[i]. Every id of a row is below vocab_size, which is the sampler's.
-  void sample(const std::vector<SampleRow>& rows, SampleDraw* draws);
+  // draws[i] is of rows[i]. Every id of a row is below vocab_size, which is the sampler's. logprobs: empty, or one
+  // entry per row, used where its `logprob` is set: of the logits as they came, and of the token drawn.
+  void sample(const std::vector<SampleRow>& rows, std::vector<LogprobRow>& logprobs, SampleDraw* draws);
+
+  // Fills the outputs of every row.
+  void score(const std::vector<LogprobRow>& rows);
 
  private:
   struct Buffers {
     std::unique_ptr<uint32_t[]> counts, weights;
     std::unique_ptr<int32_t[]> ids, keys, chunk_max;
     std::unique_ptr<uint64_t[]> chunk_sums;
+    std::unique_ptr<float[]> raw;  // a row's logits before they are changed
+
+    SampleScratch scratch() const {
+      return {counts.get(), weights.get(), ids.get(), keys.get(), chunk_max.get(), chunk_sums.get()};
+    }
   };
+
+  template <class Work>
+  void for_each_row(size_t num_rows, Work&& work);
 
   const Kernels& kernels_;
   ThreadPool& pool_;

@@ -84,9 +84,23 @@ void apply_penalties(const SampleRow& row, uint32_t* counts) {
   }
 }
 
+void apply_mask(const SampleRow& row) {
+  for (int32_t begin = 0, word = 0; begin < row.vocab_size; begin += 32, ++word) {
+    const uint32_t bits = row.mask[word];
+    const int32_t size = row.vocab_size - begin < 32 ? row.vocab_size - begin : 32;
+    float* x = row.logits + begin;
+    if (bits == 0) {
+      for (int32_t i = 0; i < size; ++i) x[i] = -__builtin_inff();
+    } else if (bits != 0xffffffffu) {
+      for (int32_t i = 0; i < size; ++i) x[i] = bits >> i & 1 ? x[i] : -__builtin_inff();
+    }
+  }
+}
+
 void adjust_logits(const SampleRow& row, uint32_t* counts) {
   for (int32_t i = 0; i < row.num_biases; ++i) row.logits[row.bias_ids[i]] += row.bias_values[i];
   for (int32_t i = 0; i < row.num_banned; ++i) row.logits[row.banned_ids[i]] = -__builtin_inff();
+  if (row.mask) apply_mask(row);
   if (row.repetition_penalty != 1.0f || row.presence_penalty != 0.0f || row.frequency_penalty != 0.0f) {
     apply_penalties(row, counts);
   }
@@ -105,13 +119,13 @@ inline void chunk_extremes(const float* x, int32_t size, int32_t& key_max, int32
 }
 
 // The largest key of each chunk and of the row; kKeyMasked if there is a NaN.
-int32_t find_max(const SampleRow& row, int32_t* chunk_max) {
-  const int32_t num_full = row.vocab_size / kSampleChunk, rest = row.vocab_size % kSampleChunk;
+int32_t find_max(const float* logits, int32_t vocab_size, int32_t* chunk_max) {
+  const int32_t num_full = vocab_size / kSampleChunk, rest = vocab_size % kSampleChunk;
   int32_t magnitude = 0;
   for (int32_t c = 0; c < num_full; ++c) {
-    chunk_extremes(row.logits + c * kSampleChunk, kSampleChunk, chunk_max[c], magnitude);
+    chunk_extremes(logits + c * kSampleChunk, kSampleChunk, chunk_max[c], magnitude);
   }
-  if (rest > 0) chunk_extremes(row.logits + num_full * kSampleChunk, rest, chunk_max[num_full], magnitude);
+  if (rest > 0) chunk_extremes(logits + num_full * kSampleChunk, rest, chunk_max[num_full], magnitude);
   if (magnitude > 0x7f800000) return kKeyMasked;
   int32_t row_max = kKeyMasked;
   for (int32_t c = 0; c < num_full + (rest > 0); ++c) row_max = chunk_max[c] > row_max ? chunk_max[c] : row_max;
@@ -294,7 +308,7 @@ SampleDraw draw_from_all(const SampleRow& row, uint64_t total, const SampleScrat
 
 SampleDraw sample_row(const SampleRow& row, const SampleScratch& scratch) {
   adjust_logits(row, scratch.counts);
-  const int32_t row_max = find_max(row, scratch.chunk_max);
+  const int32_t row_max = find_max(row.logits, row.vocab_size, scratch.chunk_max);
   if (row_max == kKeyMasked) return {0, true, 0};
   if (row.temperature == 0.0f) return {first_largest(row, row_max, scratch.chunk_max), false, 0};
 

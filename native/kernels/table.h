@@ -10,6 +10,7 @@
 #include "kernels/math.h"
 #include "kernels/quantize.h"
 #include "kernels/sample.h"
+#include "kernels/logprobs.h"
 #include "kernels/gemm_tile.h"
 #include "kernels/gemm_u4.h"
 #include "kernels/gemm_s8.h"
@@ -38,6 +39,7 @@ constexpr Kernels kernel_table(const char* name) {
       .attention_scratch_floats = attention_scratch_floats,
       .attention_state_floats = attention_state_floats,
       .sample_row = sample_row,
+      .logprob_row = logprob_row,
   };
 }
 

@@ -35,7 +35,8 @@ class ForwardBatch:
 
     token_ids[T], positions[T]; row s owns tokens query_indptr[s]:query_indptr[s+1], at consecutive positions that end
     at kv_lens[s] - 1. kv_lens[S]: keys the row's last token sees, itself included. tables: one per cache group.
-    out_rows[R]: ascending indices into T whose logits are wanted.
+    out_rows[R]: ascending indices into T whose logits are wanted: of rows that sample, and of prompt tokens whose
+    successors are to be scored.
     """
 
     token_ids: Int32Array
@@ -44,6 +45,52 @@ class ForwardBatch:
     kv_lens: Int32Array
     tables: tuple[BlockTables, ...]
     out_rows: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens may be drawn, for the few rows of a SampleBatch that are bound to a grammar.
+
+    rows[M] int32 ascending, of the batch. words[M, ceil(V / 32)] uint32: a bit per token, low bits first; 1 allows it.
+    """
+
+    rows: Int32Array
+    words: npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Rows of a SampleBatch whose drawn token's log-probability is wanted, with the num_top likeliest tokens.
+
+    rows[L] int32 ascending, of the batch.
+    """
+
+    rows: Int32Array
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBatch:
+    """Tokens that are known, to be scored by rows of logits: token_ids[L] int32 by rows[L] int32, ascending."""
+
+    rows: Int32Array
+    token_ids: Int32Array
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural log-probabilities of raw logits: before biases, masks, penalties and temperature.
+
+    logprobs[L] float32 and ranks[L] int32 (1 is the likeliest) of the tokens asked for; top_ids[L, K] int32 and
+    top_logprobs[L, K] float32: the K likeliest, likeliest first, of equals the lowest id. K is num_top, or V where that
+    is less. NaN where the logits hold one.
+    """
+
+    logprobs: Float32Array
+    ranks: Int32Array
+    top_ids: Int32Array
+    top_logprobs: Float32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +104,8 @@ class SampleBatch:
     history: token storage of the runner; row r's prompt is history[history_offsets[r]:][:num_prompt_tokens[r]],
     followed by its output, num_tokens[r] in all. Read only for rows with a penalty.
     bias_indptr[R+1] int32, bias_ids, bias_values: additions to logits. banned_indptr[R+1], banned_ids: masked out.
+    logits_rows[R] int32 ascending: the row of logits that each row reads; None: its own number.
+    masks, logprobs: for the rows that have a grammar or ask for log-probabilities; None: there are none.
     """
 
     temperature: Float32Array
@@ -78,17 +127,21 @@ class SampleBatch:
     bias_values: Float32Array
     banned_indptr: Int32Array
     banned_ids: Int32Array
+    logits_rows: Int32Array | None = None
+    masks: TokenMasks | None = None
+    logprobs: LogprobRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What was drawn: token_ids[R] int32, is_failed[R] bool.
+    """What was drawn: token_ids[R] int32, is_failed[R] bool, and the Logprobs that the batch asked for.
 
     A row fails, and its token id means nothing, if its logits hold a NaN or leave no token to draw (all are -inf).
     """
 
     token_ids: Int32Array
     is_failed: npt.NDArray[np.bool_]
+    logprobs: Logprobs | None = None
 
 
 class Backend(Protocol):
@@ -96,7 +149,8 @@ class Backend(Protocol):
 
     `copy_blocks` copies whole blocks of a cache group, in every layer and pair after pair: an earlier target may be a
     source.
-    `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change them in place.
+    `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change in place
+    the rows that it reads; `score` changes none.
     """
 
     @property
@@ -113,3 +167,5 @@ class Backend(Protocol):
     def forward(self, batch: ForwardBatch) -> Float32Array: ...
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples: ...
+
+    def score(self, logits: Float32Array, batch: ScoreBatch) -> Logprobs: ...

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ropeway import _native
-from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, SampleBatch, Samples
+from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, Logprobs, SampleBatch, Samples, ScoreBatch
 from ropeway.backends.lowering import (
     LOGITS,
     AttentionPhase,
@@ -114,10 +114,14 @@ class NativeBackend:
         return logits
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
-        """One token per row of logits[R, vocab], which are changed in place."""
-        token_ids, is_failed, _ = self._sampler.sample(logits, batch)
+        """One token per row of the batch; its rows of logits[R, vocab] are changed in place."""
+        token_ids, is_failed, _, logprobs = self._sampler.sample(logits, batch)
         self._calls.append(self._sampler.last_call)
-        return Samples(token_ids, is_failed)
+        return Samples(token_ids, is_failed, None if logprobs is None else Logprobs(*logprobs))
+
+    def score(self, logits: Float32Array, batch: ScoreBatch) -> Logprobs:
+        """Log-probabilities of known tokens by rows of logits[R, vocab]."""
+        return Logprobs(*self._sampler.score(logits, batch))
 
     @property
     def work(self) -> tuple[int, int, int]:

@@ -11,8 +11,17 @@ from typing import Literal
 
 import numpy as np
 
-from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, Int64Array, SampleBatch, Samples
-from ropeway.backends.reference_sampler import sample_reference
+from ropeway.backends.batch import (
+    Float32Array,
+    ForwardBatch,
+    Int32Array,
+    Int64Array,
+    Logprobs,
+    SampleBatch,
+    Samples,
+    ScoreBatch,
+)
+from ropeway.backends.reference_sampler import sample_reference, score_reference
 from ropeway.errors import ConfigError
 from ropeway.model.program import (
     Add,
@@ -96,8 +105,12 @@ class ReferenceBackend:
         raise AssertionError("a Program ends in Logits")
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
-        """One token per row of logits[R, vocab], which are changed in place."""
+        """One token per row of the batch; its rows of logits[R, vocab] are changed in place."""
         return sample_reference(logits, batch)
+
+    def score(self, logits: Float32Array, batch: ScoreBatch) -> Logprobs:
+        """Log-probabilities of known tokens by rows of logits[R, vocab]."""
+        return score_reference(logits, batch)
 
     def _run(
         self, op: Op, buffers: dict[str, Float32Array], batch: ForwardBatch, slots: list[list[Int64Array]]

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import Float32Array, Int32Array, SampleBatch, Samples
+from ropeway.backends.batch import Float32Array, Int32Array, Logprobs, SampleBatch, Samples, ScoreBatch
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -31,12 +31,35 @@ _EXP2_COEFFICIENTS = tuple(
 
 
 def sample_reference(logits: Float32Array, batch: SampleBatch) -> Samples:
-    """Draws one token of each row of logits[R, V], applying biases, masks and penalties in place."""
-    draws = [sample_row(logits[row], batch, row) for row in range(len(logits))]
-    return Samples(
-        token_ids=np.array([draw or 0 for draw in draws], dtype=np.int32),
-        is_failed=np.array([draw is None for draw in draws], dtype=np.bool_),
-    )
+    """Draws one token for each row of the batch, applying biases, masks and penalties to its logits[R, V] in place."""
+    num_rows = len(batch.temperature)
+    logits_rows = np.arange(num_rows) if batch.logits_rows is None else batch.logits_rows
+    wanted = batch.logprobs
+    raw = None if wanted is None else logits[logits_rows[wanted.rows]]
+    draws = [sample_row(logits[logits_rows[row]], batch, row) for row in range(num_rows)]
+    token_ids = np.array([draw or 0 for draw in draws], dtype=np.int32)
+    logprobs = None
+    if wanted is not None and raw is not None:
+        every = np.arange(len(raw), dtype=np.int32)
+        logprobs = score_reference(raw, ScoreBatch(every, token_ids[wanted.rows], wanted.num_top))
+    return Samples(token_ids, np.array([draw is None for draw in draws], dtype=np.bool_), logprobs)
+
+
+def score_reference(logits: Float32Array, batch: ScoreBatch) -> Logprobs:
+    """Log-softmax in double precision; the likeliest tokens come first, of equals the lowest id."""
+    num_top = min(batch.num_top, logits.shape[1])
+    logprobs, ranks = [], []
+    top_ids = np.zeros((len(batch.rows), num_top), dtype=np.int32)
+    top_logprobs = np.zeros((len(batch.rows), num_top), dtype=np.float32)
+    for i, (row, token_id) in enumerate(zip(batch.rows.tolist(), batch.token_ids.tolist(), strict=True)):
+        values = logits[row].astype(np.float64)
+        scores = values - values.max()
+        scores -= np.log(np.exp(scores).sum())
+        logprobs.append(scores[token_id])
+        ranks.append(1 + np.count_nonzero(values > values[token_id]))
+        top_ids[i] = np.argsort(-values, kind="stable")[:num_top]
+        top_logprobs[i] = scores[top_ids[i]]
+    return Logprobs(np.array(logprobs, dtype=np.float32), np.array(ranks, dtype=np.int32), top_ids, top_logprobs)
 
 
 def sample_row(logits: Float32Array, batch: SampleBatch, row: int) -> int | None:
@@ -56,7 +79,7 @@ def sample_row(logits: Float32Array, batch: SampleBatch, row: int) -> int | None
 
 
 def adjust_logits(logits: Float32Array, batch: SampleBatch, row: int) -> None:
-    """Adds the biases, masks the banned ids and applies the penalties, in place.
+    """Adds the biases, masks the banned ids and what a grammar forbids, and applies the penalties, in place.
 
     Repetition (CTRL, Keskar et al. 2019): the logit of a token of prompt or output is divided by the penalty where
     positive, else multiplied. Frequency and presence are subtracted, per occurrence and once, for tokens of the output.
@@ -64,6 +87,10 @@ def adjust_logits(logits: Float32Array, batch: SampleBatch, row: int) -> None:
     biased = slice(batch.bias_indptr[row], batch.bias_indptr[row + 1])
     np.add.at(logits, batch.bias_ids[biased], batch.bias_values[biased])
     logits[batch.banned_ids[batch.banned_indptr[row] : batch.banned_indptr[row + 1]]] = -np.inf
+    if batch.masks is not None and row in batch.masks.rows:
+        words = batch.masks.words[np.searchsorted(batch.masks.rows, row)]
+        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(logits)]
+        logits[is_allowed == 0] = -np.inf
 
     history = batch.history[batch.history_offsets[row] :][: batch.num_tokens[row]]
     seen = np.unique(history)

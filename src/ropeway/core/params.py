@@ -14,6 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 1000  # either way; with ageing it bounds how long anybody can be overtaken
 MAX_TIMEOUT_S = 365.0 * 86_400
+MAX_LOGPROBS = 20  # alternatives per position, as OpenAI and vLLM bound them
 MAX_COUNT = 2**31 - 1  # of tokens and token ids: what an int32 column of a batch holds
 
 
@@ -22,7 +23,7 @@ class SamplingParams:
     """How to choose tokens, and when to end. Spelled as in vLLM; validated on construction.
 
     n: sequences generated for the one prompt.
-    max_tokens: most tokens generated; None means as many as the effective context allows.
+    max_tokens: most tokens generated; None means as many as the effective context allows; 0 only reads the prompt.
     min_tokens: the ids that end a sequence are masked until this many tokens were generated.
     temperature: 0 is greedy (then top_k, top_p and min_p have no effect).
     top_k: keep the k most likely tokens; 0 keeps all.
@@ -34,6 +35,11 @@ class SamplingParams:
     stop: texts that end the sequence; not part of the answer.
     stop_token_ids: ids that end the sequence, beside the model's own.
     ignore_eos: the model's own end tokens do not end the sequence.
+    logprobs: None, or how many of the likeliest tokens to report beside the one drawn, at every step.
+    prompt_logprobs: the same for every token of the prompt but the first.
+    bad_words: texts whose last token is never drawn where it would complete them within the output.
+    include_stop_str_in_output: the stop string, or the text of the stop token, is part of the answer.
+    skip_special_tokens: control tokens have no text.
 
     Raises InvalidRequestError with the field's name for a value out of range.
     """
@@ -53,6 +59,11 @@ class SamplingParams:
     stop: str | Iterable[str] = ()
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: Iterable[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
@@ -61,13 +72,29 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"logit_bias must map token ids to numbers, not {_shortened(self.logit_bias)}", param="logit_bias"
             )
+        bad_words = _as_tuple("bad_words", self.bad_words)
         object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "bad_words", bad_words)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
+        self._check_numbers()
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token_id, low=0, high=MAX_COUNT)
+            _check_float("logit_bias", bias, low=-100.0, high=100.0)
+        for name, texts in (("stop", stop), ("bad_words", bad_words)):
+            _check_texts(name, texts)
+        for token_id in stop_token_ids:
+            _check_int("stop_token_ids", token_id, low=0, high=MAX_COUNT)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{name} must be true or false, not {_shortened(value)}", param=name)
+
+    def _check_numbers(self) -> None:
         _check_int("n", self.n, low=1, high=128)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, low=1, high=MAX_COUNT)
-        _check_int("min_tokens", self.min_tokens, low=0, high=self.max_tokens or MAX_COUNT)
+            _check_int("max_tokens", self.max_tokens, low=0, high=MAX_COUNT)
+        _check_int("min_tokens", self.min_tokens, low=0, high=MAX_COUNT if self.max_tokens is None else self.max_tokens)
         _check_float("temperature", self.temperature, low=0.0, high=100.0)
         _check_int("top_k", self.top_k, low=0, high=MAX_COUNT)
         _check_float("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
@@ -77,18 +104,9 @@ class SamplingParams:
         _check_float("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_is_open=True)
         _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        for token_id, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias", token_id, low=0, high=MAX_COUNT)
-            _check_float("logit_bias", bias, low=-100.0, high=100.0)
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequestError(f"stop must hold non-empty strings, not {_shortened(text)}", param="stop")
-        for token_id in stop_token_ids:
-            _check_int("stop_token_ids", token_id, low=0, high=MAX_COUNT)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError(
-                f"ignore_eos must be true or false, not {_shortened(self.ignore_eos)}", param="ignore_eos"
-            )
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _check_int(name, count, low=0, high=MAX_LOGPROBS)
 
     @property
     def is_greedy(self) -> bool:
@@ -132,6 +150,7 @@ class Request:
     stop_token_ids: every id that ends a sequence: the caller's, and the model's own unless ignore_eos.
     skips_prefix_cache: every position of the prompt is computed, as one must be whose logits are wanted
         (`prompt_logprobs`); others may still share what it computes.
+    bad_words: token ids of each text that must not be completed within the output.
     """
 
     request_id: str
@@ -142,12 +161,19 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     skips_prefix_cache: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
     if not isinstance(values, Iterable):
         raise InvalidRequestError(f"{name} must be a list, not {_shortened(values)}", param=name)
     return tuple(values)
+
+
+def _check_texts(name: str, texts: tuple[object, ...]) -> None:
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(f"{name} must hold non-empty strings, not {_shortened(text)}", param=name)
 
 
 def _check_int(name: str, value: object, *, low: int, high: int) -> None:

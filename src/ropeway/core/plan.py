@@ -70,17 +70,38 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one position, of the raw logits.
+
+    logprob, rank (1 is the likeliest): of token_id, the token there. top_ids, top_logprobs: the likeliest ones, in
+    order.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step sampled: token_ids[i] continues sequence_ids[i]. The rows with is_sampled, in plan order.
 
     failed_sequence_ids: sampled rows that had no token to draw (their logits hold a NaN, or every token is masked).
     They are not in sequence_ids, and each ends with finish_reason `error`.
+    stopped_sequence_ids: those whose token completes their grammar; they end as `stop`, and the token is part of the text.
+    logprobs: sequence id -> of its token, for those that ask. prompt_logprobs: sequence id -> of prompt tokens that
+    this step scored, in order; across steps each position but the first comes once. None: nobody asked.
     """
 
     step_id: int
     sequence_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     failed_sequence_ids: tuple[int, ...] = ()
+    stopped_sequence_ids: tuple[int, ...] = ()
+    logprobs: dict[int, TokenLogprobs] | None = None
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +114,7 @@ class SequenceEvent:
     index: of the sequence within its request (0..n-1). token_ids: newly generated, in order; the stop token, where one
     ended the sequence, is included. num_tokens in a `stop` by text is settled by the text side. num_cached_tokens: of
     the prompt, how many the prefix cache held when the sequence first boarded.
+    logprobs: of token_ids, for a request that asks. prompt_logprobs: the next of the prompt's, from its second token.
     """
 
     request_id: str
@@ -100,3 +122,5 @@ class SequenceEvent:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

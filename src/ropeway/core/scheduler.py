@@ -13,7 +13,7 @@ from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import SchedulerLimits
 from ropeway.core.pacing import DecodeLoad, FixedTokenBudget, Pacing
 from ropeway.core.params import Request
-from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
+from ropeway.core.plan import SequenceEvent, StepPlan, StepResult, TokenLogprobs
 from ropeway.core.plan_builder import Granted, PlanBuilder
 from ropeway.core.roster import Roster
 from ropeway.core.sequence import Sequence, WaitingReason
@@ -113,18 +113,24 @@ class Scheduler:
         for computed in self._prefilled:
             if computed.finish_reason is None and computed.sequence_id not in result.failed_sequence_ids:
                 self._kv.publish(computed)
-        events = []
+        events = [] if result.prompt_logprobs is None else self._prompt_news(result.prompt_logprobs)
+        num_news = len(events)
         for sequence_id, token_id in zip(sampled_ids, result.token_ids, strict=True):
             sequence = roster.sequences.get(sequence_id)
             if sequence is None:  # ended while the step was in flight, or padding
                 continue
             append_token(sequence, token_id)
             reason = sequence.append_token(token_id)
+            if result.stopped_sequence_ids and sequence_id in result.stopped_sequence_ids:
+                reason = "stop"
             request_id, num_cached_tokens = sequence.request.request_id, sequence.num_cached_tokens
-            events.append(SequenceEvent(request_id, sequence.index, (token_id,), reason, num_cached_tokens))
+            event = SequenceEvent(request_id, sequence.index, (token_id,), reason, num_cached_tokens)
+            if result.logprobs is not None and sequence_id in result.logprobs:
+                event.logprobs = (result.logprobs[sequence_id],)
+            events.append(event)
             if reason is not None:
                 roster.finish(sequence, reason, is_retained=batching.retains(reason))
-        self._num_generation_tokens += len(events)
+        self._num_generation_tokens += len(events) - num_news
         return events + roster.end_all(self._unfinished(result.failed_sequence_ids), "error")
 
     def fail(self, plan: StepPlan, now_s: float) -> list[SequenceEvent]:
@@ -315,6 +321,15 @@ class Scheduler:
         self._in_flight = plan
         self._planned_s = now_s
         return plan
+
+    def _prompt_news(self, scored: dict[int, tuple[TokenLogprobs, ...]]) -> list[SequenceEvent]:
+        """Events with the log-probabilities of prompt tokens, for the sequences that have not ended."""
+        sequences = self._roster.sequences
+        return [
+            SequenceEvent(sequences[i].request.request_id, sequences[i].index, (), prompt_logprobs=logprobs)
+            for i, logprobs in scored.items()
+            if i in sequences
+        ]
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

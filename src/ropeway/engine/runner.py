@@ -6,16 +6,28 @@ feeds its own samples back into them. Knows arrays; knows nothing of scheduling,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import Backend, BlockTables, ForwardBatch, Int32Array, Int64Array, SampleBatch, Samples
+from ropeway.backends.batch import (
+    Backend,
+    BlockTables,
+    Float32Array,
+    ForwardBatch,
+    Int32Array,
+    Int64Array,
+    LogprobRows,
+    SampleBatch,
+    Samples,
+)
 from ropeway.core.params import Request
-from ropeway.core.plan import BlockGrants, StepPlan, StepResult
+from ropeway.core.plan import BlockGrants, StepPlan, StepResult, TokenLogprobs
+from ropeway.engine.prompt_scores import DueScores, PromptScores, as_tuples
+from ropeway.engine.token_lists import TokenLists, no_token_lists
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -24,21 +36,6 @@ _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY, _NUM_FLOATS = 
 _TOP_K, _INDEX, _NUM_PROMPT, _NUM_INTS = range(4)
 
 _NO_SEQUENCES: tuple[int, ...] = ()
-_NO_IDS = np.zeros(0, dtype=np.int32)
-_NO_VALUES = np.zeros(0, dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenLists:
-    """The per-token parameters of one sequence, for the few that have any.
-
-    stop_token_ids are masked while fewer than min_tokens were generated.
-    """
-
-    bias_ids: Int32Array
-    bias_values: npt.NDArray[np.float32]
-    stop_token_ids: Int32Array
-    min_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,7 @@ class _Rows:
     """What does not change while the same sequences are scheduled in the same order, gathered from their slots once.
 
     token_offsets, table_offsets: of each row in the flat storage. order: 0 .. S, the query_indptr of single tokens.
+    logprobs: the rows that ask for log-probabilities, None where none does; num_tops: of each of them.
     """
 
     sequence_ids: tuple[int, ...]
@@ -57,6 +55,8 @@ class _Rows:
     ints: Int32Array
     seeds: npt.NDArray[np.uint64]
     has_token_lists: bool
+    logprobs: LogprobRows | None
+    num_tops: list[int]
 
 
 class Runner:
@@ -68,12 +68,14 @@ class Runner:
 
     def __init__(self, backend: Backend, *, max_num_seqs: int, max_model_len: int, num_cache_groups: int = 1) -> None:
         self._backend = backend
-        self._row_tokens = max_model_len
+        self._row_tokens = max_model_len + 1  # where max_tokens is 0, one token is drawn behind the prompt all the same
         self._row_blocks = -(-max_model_len // backend.block_size)
         self._pending: dict[int, tuple[Request, int]] = {}  # added, never scheduled: no slot yet
         self._slot_of: dict[int, int] = {}
         self._free_slots: list[int] = []
-        self._token_lists: dict[int, _TokenLists] = {}  # by slot
+        self._token_lists = TokenLists()
+        self._num_tops: dict[int, int] = {}  # by slot, of those that ask for log-probabilities
+        self._prompt_scores = PromptScores()
         self._result: StepResult | None = None
         # Decoding repeats the same rows step after step, and gathering them anew costs as much as the rest of a launch.
         self._planned: _Rows | None = None
@@ -116,9 +118,19 @@ class Runner:
 
         num_known = self._num_tokens[rows.slots]
         batch = self._forward_batch(plan, rows, num_known)
+        due, logits_rows, prompt_logprobs = None, None, None
+        if self._prompt_scores:
+            due = self._prompt_scores.due(batch, rows.slots, self._tokens, rows.ints[_NUM_PROMPT])
+        if due is not None:
+            # No row is in both: a token that is scored is known, one that is sampled is not.
+            sampled_rows, out_rows = batch.out_rows, np.union1d(batch.out_rows, due.out_rows).astype(np.int32)
+            batch = replace(batch, out_rows=out_rows)
+            logits_rows = np.searchsorted(out_rows, sampled_rows).astype(np.int32)
         logits = self._backend.forward(batch)
-        if len(batch.out_rows) == 0:
-            self._result = StepResult(plan.step_id, (), ())
+        if due is not None:
+            prompt_logprobs = self._score(logits, batch, due, rows)
+        if not any(plan.is_sampled):
+            self._result = StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
             return
         kv_lens = batch.kv_lens
         if not all(plan.is_sampled):
@@ -129,8 +141,9 @@ class Runner:
         # A padding row of a static batch ends one token early, and draws its last token again.
         num_least = np.maximum(num_known - 1, rows.ints[_NUM_PROMPT])
         assert (kv_lens >= num_least).all(), "a sampled row ends too early"
-        samples = self._backend.sample(logits, self._sample_batch(rows, kv_lens))
-        self._result = self._feed_back(plan.step_id, rows, kv_lens, samples)
+        samples = self._backend.sample(logits, self._sample_batch(rows, kv_lens, logits_rows))
+        result = self._feed_back(plan.step_id, rows, kv_lens, samples)
+        self._result = result if prompt_logprobs is None else replace(result, prompt_logprobs=prompt_logprobs)
 
     def collect(self) -> StepResult:
         """The result of the step launched last; each result is collected once."""
@@ -155,6 +168,7 @@ class Runner:
         if last is not None and last.sequence_ids == sequence_ids:
             return last
         slots = np.array([self._slot(sequence_id) for sequence_id in sequence_ids], dtype=np.int64)
+        num_tops = {row: self._num_tops[slot] for row, slot in enumerate(slots.tolist()) if slot in self._num_tops}
         return _Rows(
             sequence_ids=sequence_ids,
             slots=slots,
@@ -164,7 +178,9 @@ class Runner:
             floats=self._floats.take(slots, axis=1),
             ints=self._ints.take(slots, axis=1),
             seeds=self._seeds[slots],
-            has_token_lists=not self._token_lists.keys().isdisjoint(slots.tolist()),
+            has_token_lists=self._token_lists.has_any(slots),
+            logprobs=LogprobRows(np.array(list(num_tops), np.int32), max(num_tops.values())) if num_tops else None,
+            num_tops=list(num_tops.values()),
         )
 
     def _slot(self, sequence_id: int) -> int:
@@ -177,7 +193,7 @@ class Runner:
             self._grow(2 * len(self._num_tokens))
         slot = self._slot_of[sequence_id] = self._free_slots.pop()
         num_prompt, params = len(request.prompt_token_ids), request.params
-        assert num_prompt + request.max_tokens <= self._row_tokens, f"sequence {sequence_id} exceeds the context"
+        assert num_prompt + request.max_tokens < self._row_tokens, f"sequence {sequence_id} exceeds the context"
         self._tokens[slot, :num_prompt] = request.prompt_token_ids
         self._num_tokens[slot] = num_prompt
         self._num_blocks[:, slot] = 0
@@ -191,14 +207,11 @@ class Runner:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        if params.logit_bias or (params.min_tokens and request.stop_token_ids):
-            bias = params.logit_bias or {}
-            self._token_lists[slot] = _TokenLists(
-                bias_ids=np.array(list(bias.keys()), dtype=np.int32),
-                bias_values=np.array(list(bias.values()), dtype=np.float32),
-                stop_token_ids=np.array(sorted(request.stop_token_ids), dtype=np.int32),
-                min_tokens=params.min_tokens,
-            )
+        self._token_lists.add(slot, request)
+        if params.logprobs is not None:
+            self._num_tops[slot] = params.logprobs
+        if params.prompt_logprobs is not None and index == 0:  # one of n is enough
+            self._prompt_scores.add(slot, params.prompt_logprobs)
         return slot
 
     def _forget(self, sequence_id: int) -> None:
@@ -207,7 +220,9 @@ class Runner:
         slot = self._slot_of.pop(sequence_id, None)
         if slot is None:  # repeated after a failed step
             return
-        self._token_lists.pop(slot, None)
+        self._token_lists.forget(slot)
+        self._num_tops.pop(slot, None)
+        self._prompt_scores.forget(slot)
         self._free_slots.append(slot)
 
     def _grow(self, num_slots: int) -> None:
@@ -263,16 +278,22 @@ class Runner:
             out_rows=last_rows if all(plan.is_sampled) else last_rows[np.array(plan.is_sampled, dtype=np.bool_)],
         )
 
-    def _sample_batch(self, rows: _Rows, num_tokens: Int32Array) -> SampleBatch:
+    def _score(
+        self, logits: Float32Array, batch: ForwardBatch, due: DueScores, rows: _Rows
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Log-probabilities of the prompt tokens that are due, by sequence id."""
+        scores = self._prompt_scores.take(due, self._backend.score(logits, due.batch(batch)))
+        id_of = dict(zip(rows.slots.tolist(), rows.sequence_ids, strict=True))
+        return {id_of[slot]: logprobs for slot, logprobs in scores.items()}
+
+    def _sample_batch(self, rows: _Rows, num_tokens: Int32Array, logits_rows: Int32Array | None) -> SampleBatch:
         """num_tokens[R]: tokens of each row before the one to be drawn."""
         floats, ints = rows.floats, rows.ints
-        biases: dict[int, Int32Array] = {}
-        values: list[npt.NDArray[np.float32]] = []
-        banned: dict[int, Int32Array] = {}
-        if rows.has_token_lists:
-            biases, values, banned = self._lists_of(rows.slots, num_tokens - ints[_NUM_PROMPT])
-        bias_indptr, bias_ids = _csr(biases, len(num_tokens))
-        banned_indptr, banned_ids = _csr(banned, len(num_tokens))
+        lists = (
+            self._token_lists.columns(rows.slots, self._tokens, ints[_NUM_PROMPT], num_tokens)
+            if rows.has_token_lists
+            else no_token_lists(len(num_tokens))
+        )
         return SampleBatch(
             temperature=floats[_TEMPERATURE],
             top_k=ints[_TOP_K],
@@ -288,29 +309,14 @@ class Runner:
             history_offsets=rows.token_offsets,
             num_prompt_tokens=ints[_NUM_PROMPT],
             num_tokens=num_tokens,
-            bias_indptr=bias_indptr,
-            bias_ids=bias_ids,
-            bias_values=np.concatenate(values) if values else _NO_VALUES,
-            banned_indptr=banned_indptr,
-            banned_ids=banned_ids,
+            bias_indptr=lists.bias_indptr,
+            bias_ids=lists.bias_ids,
+            bias_values=lists.bias_values,
+            banned_indptr=lists.banned_indptr,
+            banned_ids=lists.banned_ids,
+            logits_rows=logits_rows,
+            logprobs=rows.logprobs,
         )
-
-    def _lists_of(
-        self, slots: Int64Array, num_generated: Int32Array
-    ) -> tuple[dict[int, Int32Array], list[npt.NDArray[np.float32]], dict[int, Int32Array]]:
-        """Biased ids by row, their values in the same order, and masked ids by row; only of rows that have any."""
-        biases: dict[int, Int32Array] = {}
-        values: list[npt.NDArray[np.float32]] = []
-        banned: dict[int, Int32Array] = {}
-        for row, slot in enumerate(slots.tolist()):
-            entry = self._token_lists.get(slot)
-            if entry is None:
-                continue
-            biases[row] = entry.bias_ids
-            values.append(entry.bias_values)
-            if num_generated[row] < entry.min_tokens:
-                banned[row] = entry.stop_token_ids
-        return biases, values, banned
 
     def _feed_back(self, step_id: int, rows: _Rows, num_tokens: Int32Array, samples: Samples) -> StepResult:
         """Appends the drawn tokens behind the num_tokens[R] of their rows; a failed row keeps what it had."""
@@ -325,7 +331,8 @@ class Runner:
             num_tokens, token_ids = num_tokens[is_drawn], token_ids[is_drawn]
         self._tokens.reshape(-1)[offsets + num_tokens] = token_ids
         self._num_tokens[slots] = num_tokens + np.int32(1)
-        return StepResult(step_id, sequence_ids, tuple(token_ids.tolist()), failed_ids)
+        logprobs = None if rows.logprobs is None else _drawn_logprobs(rows, samples, failed_ids)
+        return StepResult(step_id, sequence_ids, tuple(token_ids.tolist()), failed_ids, logprobs=logprobs)
 
 
 def _enlarged(array: npt.NDArray[_Scalar], axis: int, length: int) -> npt.NDArray[_Scalar]:
@@ -337,11 +344,10 @@ def _enlarged(array: npt.NDArray[_Scalar], axis: int, length: int) -> npt.NDArra
     return larger
 
 
-def _csr(ids_by_row: dict[int, Int32Array], num_rows: int) -> tuple[Int32Array, Int32Array]:
-    """Row offsets and concatenated ids, of rows in ascending order; rows that are not keys are empty."""
-    indptr = np.zeros(num_rows + 1, dtype=np.int32)
-    if not ids_by_row:
-        return indptr, _NO_IDS
-    for row, ids in ids_by_row.items():
-        indptr[row + 1] = len(ids)
-    return np.cumsum(indptr, dtype=np.int32), np.concatenate(list(ids_by_row.values()))
+def _drawn_logprobs(rows: _Rows, samples: Samples, failed_ids: tuple[int, ...]) -> dict[int, TokenLogprobs]:
+    """By sequence id, of the rows that ask and did not fail."""
+    assert rows.logprobs is not None and samples.logprobs is not None, "the backend gave no log-probabilities"
+    asking = rows.logprobs.rows
+    every = as_tuples(samples.token_ids[asking], samples.logprobs, range(len(asking)), rows.num_tops)
+    by_id = zip([rows.sequence_ids[row] for row in asking.tolist()], every, strict=True)
+    return {sequence_id: logprobs for sequence_id, logprobs in by_id if sequence_id not in failed_ids}
