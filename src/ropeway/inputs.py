@@ -79,7 +79,7 @@ class RequestBuilder:
         num_prompt_tokens, limit = len(prompt.token_ids), self.max_model_len
         room = limit - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else params.max_tokens
-        if room < 1:
+        if room < (0 if params.max_tokens == 0 else 1):
             raise RequestTooLargeError(
                 f"the prompt has {num_prompt_tokens} tokens and the effective context is {limit}, prompt and output "
                 f"together; shorten the prompt to at most {limit - 1} tokens",
@@ -99,6 +99,7 @@ class RequestBuilder:
             )
         self._check_token_ids("stop_token_ids", tuple(params.stop_token_ids))
         self._check_token_ids("logit_bias", tuple(params.logit_bias or ()))
+        bad_words = tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spellings(word)))
         own_stops = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
         seed = secrets.randbits(64) if params.seed is None else params.seed % MAX_SEED
         return Request(
@@ -108,7 +109,16 @@ class RequestBuilder:
             max_tokens=max_tokens,
             seed=seed,
             stop_token_ids=own_stops | frozenset(params.stop_token_ids),
+            bad_words=bad_words,
+            skips_prefix_cache=params.prompt_logprobs is not None,
         )
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Token ids of a word at the beginning of a text and after a space."""
+        return [
+            tuple(self.tokenizer.encode(text, add_bos=False, parse_special=False))
+            for text in (word, f" {word.lstrip()}")
+        ]
 
     def _check_token_ids(self, name: str, token_ids: Sequence[object]) -> tuple[int, ...]:
         for token_id in token_ids:

@@ -10,19 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ropeway.core.params import FinishReason, Request
-from ropeway.core.plan import SequenceEvent
+from ropeway.core.plan import SequenceEvent, TokenLogprobs
 from ropeway.text.detokenizer import Detokenizer
 from ropeway.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One generated sequence. `token_ids` include the token that ended it, where one did; `text` does not."""
+    """One generated sequence. `token_ids` include the token that ended it, where one did; `text` does not.
+    `logprobs`: one of each token, where asked for.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -32,7 +35,7 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one prompt. `prompt` is None where token ids were given. `seed` is the one used, drawn if none
-    was given.
+    was given. `prompt_logprobs`: one of each prompt token, None for the first, where asked for.
     """
 
     request_id: str
@@ -41,12 +44,13 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     seed: int
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one event adds to one sequence. is_stopped_by_text: a stop string ended it, and the engine does not know
-    yet.
+    yet. logprobs: of token_ids, and prompt_logprobs: the next of the prompt's, where asked for.
     """
 
     request_id: str
@@ -55,6 +59,8 @@ class Delta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     is_stopped_by_text: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Assembler:
@@ -64,7 +70,16 @@ class Assembler:
         params = request.params
         stop: Sequence[str] = tuple(params.stop)
         self.request = request
-        self._detokenizers = [Detokenizer(tokenizer, stop=stop, min_tokens=params.min_tokens) for _ in range(params.n)]
+        self._detokenizers = [
+            Detokenizer(
+                tokenizer,
+                stop=stop,
+                min_tokens=params.min_tokens,
+                skip_special=params.skip_special_tokens,
+                shows_stop=params.include_stop_str_in_output,
+            )
+            for _ in range(params.n)
+        ]
         self._num_tokens = [0] * params.n
         self._is_finished = [False] * params.n
         self.num_unfinished = params.n
@@ -83,34 +98,40 @@ class Assembler:
         index = event.index
         if self._is_finished[index]:
             return None
+        if event.prompt_logprobs is not None:
+            return Delta(event.request_id, index, "", (), None, prompt_logprobs=event.prompt_logprobs)
         detokenizer = self._detokenizers[index]
         token_ids = event.token_ids
         reason = event.finish_reason
-        # A token that ends the sequence is part of the count but not of the text.
-        text = detokenizer.push(token_ids[:-1] if reason == "stop" else token_ids)
+        if self.request.max_tokens == 0 and token_ids:  # the prompt has been read, and that was all that was asked
+            return self._finish(Delta(event.request_id, index, "", (), "length"))
+        text = detokenizer.push(token_ids[:-1] if self._ends_unseen(event) else token_ids)
+        logprobs = event.logprobs or ()
         if detokenizer.is_stopped:
             token_ids = token_ids[: detokenizer.num_tokens - self._num_tokens[index]]
-            return self._finish(index, text, token_ids, "stop", is_stopped_by_text=reason is None)
+            return self._finish(
+                Delta(event.request_id, index, text, token_ids, "stop", reason is None, logprobs[: len(token_ids)])
+            )
         if reason is not None:
             text += detokenizer.finish()
             # A character cut short by the end reads as U+FFFD, and that may complete a stop string.
-            return self._finish(index, text, token_ids, "stop" if detokenizer.is_stopped else reason)
+            reason = "stop" if detokenizer.is_stopped else reason
+            return self._finish(Delta(event.request_id, index, text, token_ids, reason, logprobs=logprobs))
         self._num_tokens[index] += len(token_ids)
-        return Delta(event.request_id, index, text, token_ids, None)
+        return Delta(event.request_id, index, text, token_ids, None, logprobs=logprobs)
 
-    def _finish(
-        self,
-        index: int,
-        text: str,
-        token_ids: tuple[int, ...],
-        reason: FinishReason,
-        *,
-        is_stopped_by_text: bool = False,
-    ) -> Delta:
-        self._num_tokens[index] += len(token_ids)
-        self._is_finished[index] = True
+    def _ends_unseen(self, event: SequenceEvent) -> bool:
+        """Whether the last token ended the sequence and is not part of the text, though it counts."""
+        if event.finish_reason != "stop" or not event.token_ids:
+            return False
+        request = self.request
+        return event.token_ids[-1] in request.stop_token_ids and not request.params.include_stop_str_in_output
+
+    def _finish(self, delta: Delta) -> Delta:
+        self._num_tokens[delta.index] += len(delta.token_ids)
+        self._is_finished[delta.index] = True
         self.num_unfinished -= 1
-        return Delta(self.request.request_id, index, text, token_ids, reason, is_stopped_by_text)
+        return delta
 
 
 class Transcript:
@@ -122,20 +143,25 @@ class Transcript:
         self._texts: list[list[str]] = [[] for _ in range(request.params.n)]
         self._token_ids: list[list[int]] = [[] for _ in range(request.params.n)]
         self._reasons: list[FinishReason | None] = [None] * request.params.n
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.params.n)]
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
 
     def add(self, delta: Delta) -> None:
         if delta.text:
             self._texts[delta.index].append(delta.text)
         self._token_ids[delta.index].extend(delta.token_ids)
         self._reasons[delta.index] = delta.finish_reason
+        self._logprobs[delta.index].extend(delta.logprobs)
+        self._prompt_logprobs.extend(delta.prompt_logprobs)
 
     def output(self) -> RequestOutput:
         """Everything so far."""
-        columns = zip(self._texts, self._token_ids, self._reasons, strict=True)
+        columns = zip(self._texts, self._token_ids, self._reasons, self._logprobs, strict=True)
+        is_asked = self._request.params.logprobs is not None
         return self._wrap(
             [
-                CompletionOutput(index, "".join(texts), list(token_ids), reason)
-                for index, (texts, token_ids, reason) in enumerate(columns)
+                CompletionOutput(index, "".join(texts), list(token_ids), reason, list(logprobs) if is_asked else None)
+                for index, (texts, token_ids, reason, logprobs) in enumerate(columns)
             ]
         )
 
@@ -152,5 +178,11 @@ class Transcript:
         finished = all(reason is not None for reason in self._reasons)
         request = self._request
         return RequestOutput(
-            request.request_id, self._prompt, list(request.prompt_token_ids), outputs, finished, request.seed
+            request.request_id,
+            self._prompt,
+            list(request.prompt_token_ids),
+            outputs,
+            finished,
+            request.seed,
+            list(self._prompt_logprobs) if request.params.prompt_logprobs is not None else None,
         )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ropeway import _native
-from ropeway.backends.batch import Float32Array, SampleBatch
-from ropeway.backends.reference_sampler import adjust_logits, sample_reference, surviving_tokens
+from ropeway.backends.batch import Float32Array, LogprobRows, Logprobs, SampleBatch, ScoreBatch
+from ropeway.backends.reference_sampler import adjust_logits, sample_reference, score_reference, surviving_tokens
 from support.batches import sample_batch
 
 ISAS = _native.supported_isas()
@@ -20,7 +20,7 @@ INF = np.inf
 
 def native(logits: Float32Array, batch: SampleBatch, isa: str, num_threads: int = 1) -> tuple[np.ndarray, ...]:
     sampler = _native.Sampler(_native.ThreadPool(num_threads), logits.shape[1], isa)
-    return sampler.sample(logits, batch)
+    return sampler.sample(logits, batch)[:3]
 
 
 def total_weight(logits: Float32Array, batch: SampleBatch, r: int) -> int:
@@ -221,3 +221,97 @@ def test_an_empty_batch_draws_nothing() -> None:
     columns = _native.Sampler(_native.ThreadPool(2), 9).sample(np.zeros((0, 9), dtype=np.float32), sample_batch(0))
     assert [len(column) for column in columns] == [0, 0, 0]
     assert [column.dtype for column in columns] == [np.int32, np.bool_, np.uint64]
+
+
+def assert_same_logprobs(found: Logprobs, expected: Logprobs) -> None:
+    np.testing.assert_array_equal(found.ranks, expected.ranks)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-6, atol=3e-6)
+    np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, rtol=1e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 63, 64, 65, 127, 1003, 49_152])
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_scores_of_known_tokens(isa: str, vocab_size: int, num_top: int) -> None:
+    rng = np.random.default_rng([vocab_size, num_top])
+    logits = np.concatenate(
+        [
+            rng.normal(scale=4, size=(3, vocab_size)),
+            rng.integers(-2, 3, size=(3, vocab_size)),  # ties, which go to the lowest id
+            np.where(np.arange(vocab_size) % 3 == 0, rng.normal(size=(2, vocab_size)), -INF),
+        ]
+    ).astype(np.float32)
+    rows = np.array([0, 1, 3, 4, 6, 7], dtype=np.int32)
+    batch = ScoreBatch(rows, (rng.integers(0, -(-vocab_size // 3), len(rows)) * 3).astype(np.int32), num_top)
+    before = logits.copy()
+    sampler = _native.Sampler(_native.ThreadPool(2), vocab_size, isa)
+    assert_same_logprobs(Logprobs(*sampler.score(logits, batch)), score_reference(logits, batch))
+    np.testing.assert_array_equal(logits, before)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_with_a_nan_scores_nan(isa: str) -> None:
+    logits = np.array([[1, np.nan, 2]], dtype=np.float32)
+    sampler = _native.Sampler(_native.ThreadPool(1), 3, isa)
+    scores = Logprobs(*sampler.score(logits, ScoreBatch(np.zeros(1, np.int32), np.zeros(1, np.int32), 2)))
+    assert np.isnan(scores.logprobs).all() and np.isnan(scores.top_logprobs).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_log_probabilities_are_of_the_raw_logits(isa: str) -> None:
+    """Of the rows that ask, before biases, masks and penalties; the draws are as without asking."""
+    rng = np.random.default_rng(6)
+    logits, batch = random_rows(rng, 40, 777, lambda size: rng.normal(scale=2, size=size))
+    plain = native(logits.copy(), batch, isa, 2)
+    rows = np.arange(0, 40, 3, dtype=np.int32)
+    asking = dataclasses.replace(batch, logprobs=LogprobRows(rows, 6))
+    sampler = _native.Sampler(_native.ThreadPool(2), 777, isa)
+    *draws, found = sampler.sample(logits.copy(), asking)
+    for column, same in zip(draws, plain, strict=True):
+        np.testing.assert_array_equal(column, same)
+    assert_same_logprobs(Logprobs(*found), score_reference(logits, ScoreBatch(rows, plain[0][rows], 6)))
+    expected = sample_reference(logits.copy(), asking).logprobs
+    assert expected is not None
+    assert_same_logprobs(Logprobs(*found), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("vocab_size", [5, 32, 33, 777])
+def test_masks_and_chosen_rows_of_logits(isa: str, vocab_size: int) -> None:
+    """Only allowed tokens are drawn; the batch may read some rows of the logits and leave the others as they are."""
+    rng = np.random.default_rng(vocab_size)
+    logits, batch = random_rows(rng, 12, vocab_size, lambda size: rng.normal(scale=2, size=size))
+    allowed = {row: rng.random(vocab_size) < 0.2 for row in (1, 2, 7, 11)}
+    allowed[2][:] = False
+    batch = dataclasses.replace(
+        batch,
+        masks=sample_batch(12, allowed=allowed).masks,
+        logits_rows=np.array([0, 1, 3, 4, 6, 7, 8, 9, 11, 12, 13, 15], dtype=np.int32),
+    )
+    wide = rng.normal(size=(16, vocab_size)).astype(np.float32)
+    wide[batch.logits_rows] = logits
+    changed = wide.copy()
+    token_ids, is_failed, _ = native(changed, batch, isa)
+    expected = sample_reference(wide.copy(), batch)
+    np.testing.assert_array_equal(token_ids, expected.token_ids)
+    np.testing.assert_array_equal(is_failed, expected.is_failed)
+    assert is_failed[2]
+    assert all(allowed[row][token_ids[row]] for row in allowed if not is_failed[row])
+    np.testing.assert_array_equal(changed[[2, 5, 10, 14]], wide[[2, 5, 10, 14]])
+
+
+def test_refuses_rows_that_are_not_there() -> None:
+    sampler = _native.Sampler(_native.ThreadPool(1), 8)
+    logits, three = np.zeros((3, 8), np.float32), np.zeros(3, np.int32)
+    for rows in ([0, 3], [1, 1], [2, 0], [-1]):
+        with pytest.raises(ValueError, match="do not ascend within 3 rows"):
+            sampler.score(logits, ScoreBatch(np.array(rows, np.int32), three[: len(rows)], 1))
+        with pytest.raises(ValueError, match="logits_rows do not ascend"):
+            sampler.sample(logits, sample_batch(len(rows), logits_rows=rows))
+        with pytest.raises(ValueError, match="logprobs.rows do not ascend"):
+            sampler.sample(logits, sample_batch(3, logprobs=LogprobRows(np.array(rows, np.int32), 1)))
+    with pytest.raises(ValueError, match="token_ids holds token 8"):
+        sampler.score(logits, ScoreBatch(three[:1], np.array([8], np.int32), 1))
+    with pytest.raises(ValueError, match="masks.words"):
+        sampler.sample(logits, sample_batch(3, allowed={0: [True] * 40}))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ropeway.backends.batch import SampleBatch
+from ropeway.backends.batch import LogprobRows, SampleBatch, TokenMasks
 
 
 def sample_batch(
@@ -17,11 +17,15 @@ def sample_batch(
     outputs: Sequence[Sequence[int]] | None = None,
     biases: Sequence[Mapping[int, float]] | None = None,
     banned: Sequence[Sequence[int]] | None = None,
+    allowed: Mapping[int, Sequence[bool]] | None = None,
+    logprobs: LogprobRows | None = None,
+    logits_rows: Sequence[int] | None = None,
     **columns: Any,
 ) -> SampleBatch:
     """Greedy rows without a filter, penalty, bias or mask, except for what is given: per row, or one value for all.
 
-    position defaults to the row's number of tokens.
+    position defaults to the row's number of tokens. allowed: for the rows that have a mask, whether each token may be
+    drawn.
     """
     prompts = prompts or [()] * num_rows
     outputs = outputs or [()] * num_rows
@@ -56,4 +60,17 @@ def sample_batch(
         bias_values=np.array([v for b in biases for v in b.values()], dtype=np.float32),
         banned_indptr=np.cumsum([0, *(len(b) for b in banned)]).astype(np.int32),
         banned_ids=np.array([t for b in banned for t in b], dtype=np.int32),
+        logits_rows=None if logits_rows is None else np.array(logits_rows, dtype=np.int32),
+        masks=None if allowed is None else token_masks(allowed),
+        logprobs=logprobs,
     )
+
+
+def token_masks(allowed: Mapping[int, Sequence[bool]]) -> TokenMasks:
+    """The masks of rows, given by row as one truth value per token."""
+    words = []
+    for row in sorted(allowed):
+        bits = np.zeros(-(-len(allowed[row]) // 32) * 32, dtype=np.bool_)
+        bits[: len(allowed[row])] = allowed[row]
+        words.append(np.packbits(bits, bitorder="little").view(np.uint32))
+    return TokenMasks(np.array(sorted(allowed), dtype=np.int32), np.array(words))

@@ -14,7 +14,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import BlockTables, Float32Array, ForwardBatch, Int32Array, SampleBatch, Samples
+from ropeway.backends.batch import (
+    BlockTables,
+    Float32Array,
+    ForwardBatch,
+    Int32Array,
+    Logprobs,
+    SampleBatch,
+    Samples,
+    ScoreBatch,
+)
+from ropeway.backends.reference_sampler import score_reference
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -119,16 +129,30 @@ class FakeBackend:
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
         """Greedy over the biased and masked logits; the other fields of the batch are not obeyed."""
-        assert len(logits) == len(batch.temperature) == len(self._histories)
-        for r, history in enumerate(self._histories):
+        rows = range(len(logits)) if batch.logits_rows is None else batch.logits_rows.tolist()
+        assert len(rows) == len(batch.temperature) and len(logits) == len(self._histories)
+        wanted, logits = batch.logprobs, logits[rows]
+        raw = logits.copy()
+        for r, row in enumerate(rows):
+            history = self._histories[row]
             tokens = batch.history[batch.history_offsets[r] :][: batch.num_tokens[r]]
             if not np.array_equal(tokens, history):
                 raise BlockTableCorruption(f"row {r} of the logits comes from {history}, not from its tokens {tokens}")
             biased = slice(batch.bias_indptr[r], batch.bias_indptr[r + 1])
             np.add.at(logits[r], batch.bias_ids[biased], batch.bias_values[biased])
             logits[r, batch.banned_ids[batch.banned_indptr[r] : batch.banned_indptr[r + 1]]] = -np.inf
+            if batch.masks is not None and r in batch.masks.rows:
+                words = batch.masks.words[np.searchsorted(batch.masks.rows, r)]
+                logits[r, np.unpackbits(words.view(np.uint8), bitorder="little")[: self._vocab_size] == 0] = -np.inf
         is_failed = ~(logits.max(axis=1, initial=-np.inf) > -np.inf)
-        return Samples(token_ids=np.argmax(logits, axis=1).astype(np.int32), is_failed=is_failed)
+        token_ids = np.argmax(logits, axis=1).astype(np.int32)
+        if wanted is None:
+            return Samples(token_ids, is_failed)
+        scored = score_reference(raw, ScoreBatch(wanted.rows, token_ids[wanted.rows], wanted.num_top))
+        return Samples(token_ids, is_failed, scored)
+
+    def score(self, logits: Float32Array, batch: ScoreBatch) -> Logprobs:
+        return score_reference(logits, batch)
 
     def _likeliest(self, history: npt.NDArray[np.int_] | npt.NDArray[np.int32]) -> int:
         if self._next_token is not None:

@@ -90,7 +90,7 @@ class StepResult:
 
     failed_sequence_ids: sampled rows that had no token to draw (their logits hold a NaN, or every token is masked).
     They are not in sequence_ids, and each ends with finish_reason `error`.
-    stopped_sequence_ids: those whose token completes their grammar; they end as `stop`, and the token is part of the text.
+    stopped_sequence_ids: those whose token completes their grammar; they end as `stop`, the token a part of the text.
     logprobs: sequence id -> of its token, for those that ask. prompt_logprobs: sequence id -> of prompt tokens that
     this step scored, in order; across steps each position but the first comes once. None: nobody asked.
     """

@@ -26,14 +26,15 @@ class DueScores:
     slots: tuple[tuple[int, int], ...]
     num_top: int
 
-    def batch(self, forward: ForwardBatch) -> ScoreBatch:
-        """The same over the logits of `forward`, whose out_rows hold these."""
-        rows = np.searchsorted(forward.out_rows, self.out_rows).astype(np.int32)
+    def batch(self, out_rows: Int32Array) -> ScoreBatch:
+        """The same over logits of out_rows, which hold these."""
+        rows = np.searchsorted(out_rows, self.out_rows).astype(np.int32)
         return ScoreBatch(rows, self.token_ids, self.num_top)
 
 
 @dataclass(slots=True)
 class _Open:
+    sequence_id: int
     num_top: int
     next_position: int  # of the prompt token to be scored next
 
@@ -44,11 +45,8 @@ class PromptScores:
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
-    def add(self, slot: int, num_top: int) -> None:
-        self._open[slot] = _Open(num_top, next_position=1)
+    def add(self, slot: int, sequence_id: int, num_top: int) -> None:
+        self._open[slot] = _Open(sequence_id, num_top, next_position=1)
 
     def forget(self, slot: int) -> None:
         self._open.pop(slot, None)
@@ -59,6 +57,8 @@ class PromptScores:
         """What `batch` can score: row s is of slot slots[s], whose tokens are tokens[slots[s]], num_prompt[s] of them
         the prompt. None where it is nothing.
         """
+        if not self._open:
+            return None
         out_rows, token_ids, counts, num_tops = [], [], [], []
         for row, slot in enumerate(slots.tolist()):
             wanted = self._open.get(slot)
@@ -78,12 +78,12 @@ class PromptScores:
         return DueScores(np.concatenate(out_rows), np.concatenate(token_ids), tuple(counts), max(num_tops))
 
     def take(self, due: DueScores, scores: Logprobs) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """The scores of `due` by slot; their positions are not due again."""
+        """The scores of `due` by sequence id; their positions are not due again."""
         found, first = {}, 0
         for slot, count in due.slots:
             wanted = self._open[slot]
             rows = range(first, first + count)
-            found[slot] = tuple(as_tuples(due.token_ids, scores, rows, [wanted.num_top] * count))
+            found[wanted.sequence_id] = tuple(as_tuples(due.token_ids, scores, rows, [wanted.num_top] * count))
             wanted.next_position += count
             first += count
         return found

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from ropeway.backends.batch import (
     Backend,
     BlockTables,
-    Float32Array,
     ForwardBatch,
     Int32Array,
     Int64Array,
@@ -26,7 +25,7 @@ from ropeway.backends.batch import (
 )
 from ropeway.core.params import Request
 from ropeway.core.plan import BlockGrants, StepPlan, StepResult, TokenLogprobs
-from ropeway.engine.prompt_scores import DueScores, PromptScores, as_tuples
+from ropeway.engine.prompt_scores import PromptScores, as_tuples
 from ropeway.engine.token_lists import TokenLists, no_token_lists
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -100,39 +99,22 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         """Runs one step: applies what the plan says changed, computes its rows, draws and feeds back their tokens."""
         assert self._result is None, f"step {plan.step_id} launched before the last result was collected"
-        for sequence_id in plan.preempted_ids:
-            if sequence_id in self._slot_of:  # repeated after a failed step, it may be forgotten already
-                self._num_blocks[:, self._slot_of[sequence_id]] = 0
-        for sequence_id in plan.finished_ids:
-            self._forget(sequence_id)
-        rows = self._planned = self._rows(plan.sequence_ids, self._planned)
-        for group, grants in enumerate(plan.grants):
-            self._apply(group, grants, rows.slots)
-
-        for group, copies in enumerate(plan.copies):
-            self._backend.copy_blocks(
-                group,
-                np.array(copies.source_ids, dtype=np.int32),
-                np.array(copies.destination_ids, dtype=np.int32),
-            )
-
+        rows = self._apply_changes(plan)
         num_known = self._num_tokens[rows.slots]
         batch = self._forward_batch(plan, rows, num_known)
-        due, logits_rows, prompt_logprobs = None, None, None
-        if self._prompt_scores:
-            due = self._prompt_scores.due(batch, rows.slots, self._tokens, rows.ints[_NUM_PROMPT])
-        if due is not None:
+        kv_lens, logits_rows, prompt_logprobs = batch.kv_lens, None, None
+        due = self._prompt_scores.due(batch, rows.slots, self._tokens, rows.ints[_NUM_PROMPT])
+        if due is None:
+            logits = self._backend.forward(batch)
+        else:
             # No row is in both: a token that is scored is known, one that is sampled is not.
-            sampled_rows, out_rows = batch.out_rows, np.union1d(batch.out_rows, due.out_rows).astype(np.int32)
-            batch = replace(batch, out_rows=out_rows)
-            logits_rows = np.searchsorted(out_rows, sampled_rows).astype(np.int32)
-        logits = self._backend.forward(batch)
-        if due is not None:
-            prompt_logprobs = self._score(logits, batch, due, rows)
-        if not any(plan.is_sampled):
+            out_rows = np.union1d(batch.out_rows, due.out_rows).astype(np.int32)
+            logits_rows = np.searchsorted(out_rows, batch.out_rows).astype(np.int32)
+            logits = self._backend.forward(replace(batch, out_rows=out_rows))
+            prompt_logprobs = self._prompt_scores.take(due, self._backend.score(logits, due.batch(out_rows)))
+        if len(batch.out_rows) == 0:
             self._result = StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
             return
-        kv_lens = batch.kv_lens
         if not all(plan.is_sampled):
             is_sampled = np.array(plan.is_sampled, dtype=np.bool_)
             kv_lens, num_known = kv_lens[is_sampled], num_known[is_sampled]
@@ -160,6 +142,24 @@ class Runner:
     @property
     def num_slots_used(self) -> int:
         return len(self._slot_of)
+
+    def _apply_changes(self, plan: StepPlan) -> _Rows:
+        """Clears, forgets, grants and copies what the plan says; returns its rows."""
+        for sequence_id in plan.preempted_ids:
+            if sequence_id in self._slot_of:  # repeated after a failed step, it may be forgotten already
+                self._num_blocks[:, self._slot_of[sequence_id]] = 0
+        for sequence_id in plan.finished_ids:
+            self._forget(sequence_id)
+        rows = self._planned = self._rows(plan.sequence_ids, self._planned)
+        for group, grants in enumerate(plan.grants):
+            self._apply(group, grants, rows.slots)
+        for group, copies in enumerate(plan.copies):
+            self._backend.copy_blocks(
+                group,
+                np.array(copies.source_ids, dtype=np.int32),
+                np.array(copies.destination_ids, dtype=np.int32),
+            )
+        return rows
 
     def _rows(self, sequence_ids: tuple[int, ...], last: _Rows | None) -> _Rows:
         """The rows of these sequences: `last` where it is of the same ones, since a slot and what it says of its
@@ -211,7 +211,7 @@ class Runner:
         if params.logprobs is not None:
             self._num_tops[slot] = params.logprobs
         if params.prompt_logprobs is not None and index == 0:  # one of n is enough
-            self._prompt_scores.add(slot, params.prompt_logprobs)
+            self._prompt_scores.add(slot, sequence_id, params.prompt_logprobs)
         return slot
 
     def _forget(self, sequence_id: int) -> None:
@@ -277,14 +277,6 @@ class Runner:
             tables=tuple(BlockTables(blocks.reshape(-1), rows.table_offsets) for blocks in self._blocks),
             out_rows=last_rows if all(plan.is_sampled) else last_rows[np.array(plan.is_sampled, dtype=np.bool_)],
         )
-
-    def _score(
-        self, logits: Float32Array, batch: ForwardBatch, due: DueScores, rows: _Rows
-    ) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Log-probabilities of the prompt tokens that are due, by sequence id."""
-        scores = self._prompt_scores.take(due, self._backend.score(logits, due.batch(batch)))
-        id_of = dict(zip(rows.slots.tolist(), rows.sequence_ids, strict=True))
-        return {id_of[slot]: logprobs for slot, logprobs in scores.items()}
 
     def _sample_batch(self, rows: _Rows, num_tokens: Int32Array, logits_rows: Int32Array | None) -> SampleBatch:
         """num_tokens[R]: tokens of each row before the one to be drawn."""

@@ -24,15 +24,23 @@ class Detokenizer:
     stop: texts that end the sequence; not part of what is shown.
     min_tokens: a stop string that is complete before this many tokens is ordinary text.
     skip_special: control tokens have no text.
+    shows_stop: the stop string that ends the sequence is shown too.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0, skip_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special: bool = True,
+        shows_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_token_ids if skip_special else frozenset()
         self._stop_finder = _StopFinder(stop) if stop else None
         self._min_tokens = min_tokens
+        self._shows_stop = shows_stop
         self._unfinished_bytes = b""
         self._held_back = ""
         self.num_tokens = 0  # up to and including the one that completed the stop string
@@ -90,7 +98,7 @@ class Detokenizer:
             end = len(self._held_back) + match_end
             self._held_back = ""
             self._unfinished_bytes = b""
-            return text[: end - len(self.matched_stop)]
+            return text[:end] if self._shows_stop else text[: end - len(self.matched_stop)]
         num_shown = len(text) - finder.num_held_back
         self._held_back = text[num_shown:]
         return text[:num_shown]
