@@ -122,6 +122,8 @@ def only_row(batch: SampleBatch, r: int) -> SampleBatch:
     columns: dict[str, Any] = {}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
+        if value is None:
+            continue
         is_column = field.name not in ("history", "bias_ids", "bias_values", "banned_ids")
         columns[field.name] = value[r : r + 1] if is_column and not field.name.endswith("indptr") else value
     biased, banned = (slice(p[r], p[r + 1]) for p in (batch.bias_indptr, batch.banned_indptr))
@@ -141,7 +143,7 @@ def test_the_sampler_keeps_nothing_between_rows(isa: str) -> None:
         logits, batch = random_rows(rng, 6, 100, lambda size: rng.normal(scale=1, size=size))
         logits[rng.integers(0, 6)] = np.nan
         expected = sample_reference(logits.copy(), batch)
-        token_ids, is_failed, _ = sampler.sample(logits, batch)
+        token_ids, is_failed, _, _ = sampler.sample(logits, batch)
         np.testing.assert_array_equal(token_ids, expected.token_ids)
         np.testing.assert_array_equal(is_failed, expected.is_failed)
 
@@ -218,7 +220,10 @@ def test_sizes_that_make_no_sense_are_refused() -> None:
 
 
 def test_an_empty_batch_draws_nothing() -> None:
-    columns = _native.Sampler(_native.ThreadPool(2), 9).sample(np.zeros((0, 9), dtype=np.float32), sample_batch(0))
+    *columns, logprobs = _native.Sampler(_native.ThreadPool(2), 9).sample(
+        np.zeros((0, 9), dtype=np.float32), sample_batch(0)
+    )
+    assert logprobs is None
     assert [len(column) for column in columns] == [0, 0, 0]
     assert [column.dtype for column in columns] == [np.int32, np.bool_, np.uint64]
 
