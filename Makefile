@@ -44,9 +44,9 @@ evidence-numerics: ## native against float32 over the texts of benchmarks/texts,
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/numerics.py $(ARGS)
 
-evidence-peers: ## Ropeway beside llama.cpp and OpenVINO, interleaved (about 90 minutes; ARGS="--rows c32" for less)
+evidence-peers: ## Ropeway beside llama.cpp and OpenVINO, interleaved (about 105 minutes; ARGS="--rows c32" for less)
 	@scripts/setup.sh dev
-	@scripts/env.sh $(PYTHON_VENV) benchmarks/peers.py $(ARGS)
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/peers.py $(ARGS)
 
 evidence-batching: ## continuous against static batching, same kernels and limits (under an hour; ARGS=--quick for less)
 	@scripts/setup.sh dev

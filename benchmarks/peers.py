@@ -1,23 +1,24 @@
 """Ropeway beside other engines on this machine: the same seeded requests, turn by turn, as pairs of runs.
 
     python benchmarks/peers.py                        every row, every peer of it
+    python benchmarks/peers.py --dry-run              only the plan: who runs what, and about how long it takes
     python benchmarks/peers.py --rows c32 --peers llama-q4_0
     python benchmarks/peers.py --sweep                each peer's settings at c=32, to choose its best
+    python benchmarks/peers.py --settings-from FILE   with the settings that were best in that sweep
 
-Each pair is one run of Ropeway and one of the peer, one after the other with the same seed, the order alternating;
-only one of them is alive at a time, and each has two threads and no prefix cache. What counts is the ratio within a
-pair: the table gives the median ratio and its range. Every pair goes to benchmarks/results/ as it ends; --resume goes
-on from there.
+A round is one seed of one row: Ropeway and the row's peers, one after the other, in turning order; only one of them is
+alive at a time, and each has two threads and no prefix cache. Ropeway's run of a round is paired with each peer's, and
+what counts is the ratio within a pair: the table gives the median ratio, its range, and the target. Of rows whose
+target is against the best peer, the peers that were behind it at the first seed sit out the other seeds. Every run goes
+to benchmarks/results/ as it ends; --resume goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +27,20 @@ import orjson
 from harness.contestants import PEERS, Contestant, Measurement, Paddock, settings_of
 from harness.environments import Environments
 from harness.processes import ContestantError
-from harness.results import ROOT, markdown_table, new_document, result_path, save, spread
+from harness.results import ROOT, markdown_table, new_document, result_path, save
 from harness.rows import METRICS, ROWS, Row, metric
+from harness.schedule import Round, format_plan, planned_rounds, without_the_beaten
+from harness.targets import doubtful_peers, format_comparison, pairs_of
 from ropeway.catalog import DEFAULT_MODEL, resolve_model
 
 SWEEP_REQUESTS = 96
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One planned comparison."""
-
-    row: Row
-    peer: str
-    seed: int
-
-    @property
-    def key(self) -> list[Any]:
-        return [self.row.name, self.peer, self.seed]
-
-
-def planned_pairs(args: argparse.Namespace) -> list[Pair]:
-    """Seeds outermost, so that a run cut short has something of everything."""
+def rows_of(args: argparse.Namespace) -> list[Row]:
     rows = [ROWS[name] for name in args.rows]
     if args.num_requests is not None:
         rows = [replace(row, num_requests=args.num_requests) for row in rows]
-    return [
-        Pair(row, peer, seed)
-        for seed in args.seeds
-        for row in rows
-        for peer in row.peers
-        if args.peers is None or peer in args.peers
-    ]
+    return rows
 
 
 def measure(contestant: Contestant, row: Row, seed: int) -> dict[str, Any]:
@@ -75,36 +58,65 @@ def measure(contestant: Contestant, row: Row, seed: int) -> dict[str, Any]:
     return {"figures": figures, "disturbed_share": measurement.disturbed_share, "summary": summary.to_dict()}
 
 
-def run_pairs(args: argparse.Namespace, paddock: Paddock) -> int:
+def run_rounds(args: argparse.Namespace, paddock: Paddock) -> int:
     document, path = _document(args)
-    done = [[pair["row"], pair["peer"], pair["seed"]] for pair in document["pairs"]]
-    pairs = [pair for pair in planned_pairs(args) if pair.key not in done]
-    peers = {name: paddock.peer(name, args.settings.get(name)) for name in dict.fromkeys(pair.peer for pair in pairs)}
-    ropeway = paddock.ropeway()
-    failures = 0
-    for number, pair in enumerate(pairs, 1):
-        print(f"pair {number} of {len(pairs)}: {pair.row.name}, {pair.peer}, seed {pair.seed}", flush=True)
-        order = [ropeway, peers[pair.peer]] if pair.seed % 2 == 0 else [peers[pair.peer], ropeway]
-        try:
-            measured = {contestant.name: measure(contestant, pair.row, pair.seed) for contestant in order}
-        except ContestantError as error:
-            failures += 1
-            print(f"  not measured: {error}", file=sys.stderr, flush=True)
-            continue
-        document["pairs"].append(
-            {
-                "row": pair.row.name,
-                "peer": pair.peer,
-                "seed": pair.seed,
-                "num_requests": pair.row.num_requests,
-                "order": [contestant.name for contestant in order],
-                "ropeway_run": measured["ropeway"],
-                "peer_run": measured[pair.peer],
-            }
+    runs: list[dict[str, Any]] = document["runs"]
+    rounds = planned_rounds(rows_of(args), args.peers, args.seeds)
+    first_seed = args.seeds[0]
+    num_failures = 0
+    for number, planned in enumerate(rounds, 1):
+        (each,) = (
+            without_the_beaten([planned], _first_rates(runs, first_seed)) if planned.seed != first_seed else [planned]
         )
-        save(path, document)
-    print(f"\n{format_pairs(document['pairs'])}\n\nall pairs: {path}")
-    return 1 if failures else 0
+        done = {run["contestant"] for run in runs if (run["row"], run["seed"]) == (each.row.name, each.seed)}
+        waiting = [name for name in each.order if name not in done]
+        if not waiting:
+            continue
+        print(f"round {number} of {len(rounds)}: {each.row.name}, seed {each.seed}: {', '.join(waiting)}", flush=True)
+        for name in waiting:
+            num_failures += not _add_run(document, path, paddock, args, each, name)
+    print(f"\n{format_comparison(runs)}")
+    for sentence in doubtful_peers(runs):
+        print(f"doubtful: {sentence}", file=sys.stderr)
+    if args.markdown is not None:
+        args.markdown.write_text(f"{format_comparison(runs)}\n")
+    print(f"\nall runs and pairs: {path}")
+    return 1 if num_failures else 0
+
+
+def _add_run(
+    document: dict[str, Any], path: Path, paddock: Paddock, args: argparse.Namespace, each: Round, name: str
+) -> bool:
+    """Measures one contestant of a round and stores it; whether that worked."""
+    setting = args.settings.get(name)
+    try:
+        run = measure(paddock.contestant(name, each.row.model, setting), each.row, each.seed)
+    except ContestantError as error:
+        print(f"  not measured: {error}", file=sys.stderr, flush=True)
+        return False
+    document["runs"].append(
+        {
+            "row": each.row.name,
+            "seed": each.seed,
+            "contestant": name,
+            "setting": setting or (settings_of(name)[0] if name in PEERS else args.ropeway_options),
+            "num_requests": each.row.num_requests,
+            "order": list(each.order),
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **run,
+        }
+    )
+    save(path, document | {"pairs": pairs_of(document["runs"])})
+    return True
+
+
+def _first_rates(runs: list[dict[str, Any]], first_seed: int) -> dict[tuple[str, str], float]:
+    """(row, peer) -> output tokens/s at the first seed, of those measured."""
+    return {
+        (run["row"], run["contestant"]): run["figures"]["output_tokens_per_s"]
+        for run in runs
+        if run["seed"] == first_seed and run["contestant"] != "ropeway"
+    }
 
 
 def _document(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
@@ -120,38 +132,16 @@ def _document(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
             "ropeway_options": args.ropeway_options,
         },
     )
-    return document | {"pairs": []}, result_path(document)
+    return document | {"runs": []}, result_path(document)
 
 
-def format_pairs(pairs: Sequence[dict[str, Any]]) -> str:
-    """The table: per row and peer, medians of both, and the median ratio with its range (above 1: Ropeway is ahead)."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for pair in pairs:
-        groups.setdefault((pair["row"], pair["peer"]), []).append(pair)
-    lines = []
-    for (row, peer), members in groups.items():
-        for name, (label, is_more_better) in METRICS.items():
-            values = [
-                (pair["ropeway_run"]["figures"][name], pair["peer_run"]["figures"][name])
-                for pair in members
-                if pair["ropeway_run"]["figures"][name] and pair["peer_run"]["figures"][name]
-            ]
-            if not values:
-                continue
-            ratios = [ours / theirs if is_more_better else theirs / ours for ours, theirs in values]
-            middle, low, high = spread(ratios)
-            lines.append(
-                [
-                    row,
-                    peer,
-                    label,
-                    f"{statistics.median(ours for ours, _ in values):,.1f}",
-                    f"{statistics.median(theirs for _, theirs in values):,.1f}",
-                    f"{middle:.2f}",
-                    f"{low:.2f}–{high:.2f} ({len(ratios)})",
-                ]
-            )
-    return markdown_table(("row", "peer", "figure", "Ropeway", "peer", "times better", "range (pairs)"), lines)
+def best_settings(path: Path) -> dict[str, str]:
+    """peer -> the setting with the most output tokens/s in a sweep's result file."""
+    rates: dict[str, dict[str, float]] = {}
+    for run in orjson.loads(path.read_bytes())["runs"]:
+        if "figures" in run:
+            rates.setdefault(run["peer"], {})[run["setting"]] = run["figures"]["output_tokens_per_s"]
+    return {peer: max(settings, key=lambda name: settings[name]) for peer, settings in rates.items()}
 
 
 def run_sweep(args: argparse.Namespace, paddock: Paddock) -> int:
@@ -160,11 +150,11 @@ def run_sweep(args: argparse.Namespace, paddock: Paddock) -> int:
     document = new_document("peers-sweep", {"num_requests": row.num_requests, "seed": args.seeds[0]}) | {"runs": []}
     path = result_path(document)
     lines = []
-    for peer in args.peers or PEERS:
+    for peer in args.peers or row.peers:
         for setting in settings_of(peer):
             print(f"{peer}, {setting}", flush=True)
             try:
-                run = measure(paddock.peer(peer, setting), row, args.seeds[0])
+                run = measure(paddock.contestant(peer, row.model, setting), row, args.seeds[0])
             except ContestantError as error:
                 run = {"error": str(error)}
                 print(f"  not measured: {error}", file=sys.stderr, flush=True)
@@ -173,6 +163,7 @@ def run_sweep(args: argparse.Namespace, paddock: Paddock) -> int:
             figures = run.get("figures", {})
             lines.append([peer, setting, *(f"{figures[name]:,.1f}" if figures.get(name) else "–" for name in METRICS)])
     print(f"\n{markdown_table(('peer', 'setting', *(label for label, _ in METRICS.values())), lines)}\n\n{path}")
+    print(f"best: {best_settings(path)}")
     return 0
 
 
@@ -197,21 +188,28 @@ def main() -> int:
     parser.add_argument(
         "--settings", nargs="+", type=_setting, default=[], metavar="PEER=SETTING", help="other settings"
     )
-    parser.add_argument("--sweep", action="store_true", help="try each peer's settings at c=32 instead")
     parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="go on with the pairs missing from this result file"
+        "--settings-from", type=Path, metavar="FILE", help="the best setting of each peer in this sweep's result file"
     )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and do nothing")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here too")
+    parser.add_argument("--sweep", action="store_true", help="try each peer's settings at c=32 instead")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with the runs missing from this result file")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the Q4_1 file that Ropeway serves: a name or a path")
     parser.add_argument(
         "--environments", type=Path, default=ROOT / ".cache" / "peers", help="where peers are installed"
     )
     parser.add_argument("--ropeway-options", default="", help="further flags of `ropeway serve`, as one string")
     args = parser.parse_args()
-    args.settings = dict(args.settings)
+    args.settings = (best_settings(args.settings_from) if args.settings_from else {}) | dict(args.settings)
+    if not args.sweep:
+        print(format_plan(planned_rounds(rows_of(args), args.peers, args.seeds)), flush=True)
+    if args.dry_run:
+        return 0
     args.environments.mkdir(parents=True, exist_ok=True)
     environments = Environments(args.environments.resolve())
     paddock = Paddock(environments, resolve_model(args.model), args.environments, args.ropeway_options.split())
-    return run_sweep(args, paddock) if args.sweep else run_pairs(args, paddock)
+    return run_sweep(args, paddock) if args.sweep else run_rounds(args, paddock)
 
 
 if __name__ == "__main__":

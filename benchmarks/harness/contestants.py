@@ -15,7 +15,7 @@ import uvloop
 
 from harness.environments import DRIVERS, Environments
 from harness.processes import ContestantError, CpuTimes, free_port, running_server
-from harness.rows import Row, warmup_requests
+from harness.rows import Row, RowModel, warmup_requests
 from ropeway.bench.client import Client, Endpoint
 from ropeway.bench.load import LoadOptions, RequestRecord, Run, run_load
 from ropeway.bench.report import Summary, summarise
@@ -24,6 +24,7 @@ from ropeway.bench.workload import BenchRequest
 NUM_THREADS = 2
 READY_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 1800.0
+RAGGED_BLOCKS = 48  # of 16 tokens: the longest prompt and the longest output of a ragged row
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,32 +131,49 @@ class OpenVinoContestant:
 
 
 def _ropeway_flags(row: Row) -> tuple[str, ...]:
-    return ("--max-num-seqs", str(max(row.concurrency, 32)))
+    flags = ("--max-num-seqs", str(max(row.concurrency, 32)))
+    if row.concurrency > 32:  # a pool that holds them all to their ends, as the peers are given
+        flags += ("--num-kv-blocks", str(row.concurrency * RAGGED_BLOCKS))
+    return flags
 
 
-def _llama_flags(row: Row) -> tuple[str, ...]:
-    return ("--slots", str(row.concurrency), "--context-tokens", str(row.context_tokens))
+def _llama_flags(setting: LlamaSetting) -> Callable[[Row], tuple[str, ...]]:
+    def flags(row: Row) -> tuple[str, ...]:
+        slots = max(1, round(row.concurrency * setting.slots_per_client))
+        return ("--slots", str(slots), "--context-tokens", str(row.context_tokens), *setting.flags)
+
+    return flags
 
 
 def _plain(requests: Sequence[BenchRequest]) -> list[dict[str, Any]]:
     return [{"prompt": request.prompt, "max_tokens": request.max_tokens} for request in requests]
 
 
-# Settings tried in the sweep, per family; the first is what is used unless --setting names another.
-LLAMA_SETTINGS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "ubatch-128": ("--ubatch", "128"),
-    "ubatch-2048": ("--ubatch", "2048"),
-    "flash-on": ("--flash-attention", "enabled"),
-    "flash-off": ("--flash-attention", "disabled"),
-    "kv-q8_0": ("--kv-type", "q8_0", "--flash-attention", "enabled"),
-    "unified-kv": ("--unified-kv",),
+@dataclass(frozen=True, slots=True)
+class LlamaSetting:
+    """flags of the driver; slots_per_client: sequences that may run, for each request in flight."""
+
+    flags: tuple[str, ...] = ()
+    slots_per_client: float = 1.0
+
+
+# Settings tried in the sweep, per family; the first is what is used unless --settings or --settings-from names another.
+LLAMA_SETTINGS: dict[str, LlamaSetting] = {
+    "default": LlamaSetting(),
+    "half-slots": LlamaSetting(slots_per_client=0.5),
+    "ubatch-128": LlamaSetting(("--ubatch", "128")),
+    "batch-ubatch-2048": LlamaSetting(("--batch", "2048", "--ubatch", "2048")),
+    "flash-on": LlamaSetting(("--flash-attention", "enabled")),
+    "flash-off": LlamaSetting(("--flash-attention", "disabled")),
+    "kv-q8_0": LlamaSetting(("--kv-type", "q8_0", "--flash-attention", "enabled")),
+    "unified-kv": LlamaSetting(("--unified-kv",)),
 }
 OPENVINO_SETTINGS: dict[str, dict[str, Any]] = {
     "budget-512": {"max_num_batched_tokens": 512},
     "budget-256": {"max_num_batched_tokens": 256},
     "budget-2048": {"max_num_batched_tokens": 2048},
     "kv-f16": {"max_num_batched_tokens": 512, "KV_CACHE_PRECISION": "f16"},
+    "kv-u8": {"max_num_batched_tokens": 512, "KV_CACHE_PRECISION": "u8"},
     "no-split-fuse": {"max_num_batched_tokens": 4096, "dynamic_split_fuse": False},
     "throughput-hint": {"max_num_batched_tokens": 512, "PERFORMANCE_HINT": "THROUGHPUT"},
 }
@@ -176,26 +194,30 @@ class Paddock:
         self._logs = logs
         self._ropeway_options = tuple(ropeway_options)
 
-    def ropeway(self) -> Contestant:
-        command = (sys.executable, "-m", "ropeway", "serve", str(self._model), "--num-threads", str(NUM_THREADS))
-        command += ("--no-enable-prefix-caching", *self._ropeway_options)
-        return HttpContestant("ropeway", command, _ropeway_flags, self._logs / "ropeway.log", {})
-
-    def peer(self, name: str, setting: str | None = None) -> Contestant:
+    def contestant(self, name: str, row_model: RowModel, setting: str | None = None) -> Contestant:
+        """`ropeway` or a peer, on the model of a row."""
+        if name == "ropeway":
+            return self._ropeway(row_model)
         setting = setting or settings_of(name)[0]
         log_path = self._logs / f"{name}.log"
         if name.startswith("llama"):
-            interpreter = self._environments.python("llama")
-            model = self._model if name == "llama-q4_1" else self._environments.q4_0_file(self._model)
-            command = (str(interpreter), str(DRIVERS / "llama_cpp_server.py"), "--model", str(model))
-            command += ("--threads", str(NUM_THREADS), *LLAMA_SETTINGS[setting])
-            return HttpContestant(name, command, _llama_flags, log_path, {"cache_prompt": False})
-        weights = name.removeprefix("openvino-")
+            return self._llama(name, row_model, LLAMA_SETTINGS[setting], log_path)
+        assert row_model == "default", f"{name} has no copy of {row_model}"
         interpreter = self._environments.python("openvino")
-        return OpenVinoContestant(
-            name,
-            interpreter,
-            self._environments.openvino_model(self._model, weights),
-            OPENVINO_SETTINGS[setting],
-            log_path,
-        )
+        model = self._environments.openvino_model(self._model, name.removeprefix("openvino-"))
+        return OpenVinoContestant(name, interpreter, model, OPENVINO_SETTINGS[setting], log_path)
+
+    def _ropeway(self, row_model: RowModel) -> Contestant:
+        model = self._model if row_model == "default" else self._environments.llama_1b_file()
+        command = (sys.executable, "-m", "ropeway", "serve", str(model), "--num-threads", str(NUM_THREADS))
+        command += ("--no-enable-prefix-caching", *self._ropeway_options)
+        return HttpContestant("ropeway", command, _ropeway_flags, self._logs / "ropeway.log", {})
+
+    def _llama(self, name: str, row_model: RowModel, setting: LlamaSetting, log_path: Path) -> Contestant:
+        if row_model == "llama-1b":
+            model = self._environments.llama_1b_file()
+        else:
+            model = self._model if name == "llama-q4_1" else self._environments.q4_0_file(self._model)
+        command = (str(self._environments.python("llama")), str(DRIVERS / "llama_cpp_server.py"))
+        command += ("--model", str(model), "--threads", str(NUM_THREADS))
+        return HttpContestant(name, command, _llama_flags(setting), log_path, {"cache_prompt": False})

@@ -55,6 +55,16 @@ class Environments:
             subprocess.run([self.python("llama"), DRIVERS / "quantize_q4_0.py", source, target], check=True)
         return target
 
+    def llama_1b_file(self) -> Path:
+        """A Llama-shaped Q4_0 file of 1.2 billion random weights, the same bytes every time; minutes to write."""
+        from support.random_gguf import LLAMA_1B_MODEL, write_random_gguf  # of tests/, which the make target adds
+
+        target = self._root / "llama-1b.Q4_0.gguf"
+        if not target.exists():
+            print(f"writing {target.name}", file=sys.stderr)
+            write_random_gguf(target.with_suffix(".part"), LLAMA_1B_MODEL).rename(target)
+        return target
+
     def openvino_model(self, source: Path, weights: str) -> Path:
         """The default model as OpenVINO exports it, `weights` int4 (groups of 64) or int8."""
         target = self._root / f"openvino-{weights}"
