@@ -6,32 +6,25 @@ namespace {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// 2^(f + whole), |f| <= 1/2.
-inline F32x8 exp2_f32_of(F32x8 f, Bits256 whole) {
+// 2^x for -126 <= x <= 127 or NaN. Adding 1.5 * 2^23 + 127 rounds x to a whole number and leaves the exponent of its
+// power of two in the lowest bits.
+inline F32x8 exp2_f32_within(F32x8 x) {
+  const F32x8 shift = set_f32(12582912.0f + 127.0f), shifted = add(x, shift), f = sub(x, sub(shifted, shift));
   F32x8 p = set_f32(0.0013264727f);
   p = fma(p, f, set_f32(0.009671513f));
   p = fma(p, f, set_f32(0.055507336f));
   p = fma(p, f, set_f32(0.24022242f));
   p = fma(p, f, set_f32(0.693147f));
   p = fma(p, f, set_f32(1.0f));
-  return mul(p, power_of_two(whole));
+  return mul(p, exponent_of_low_bits(shifted));
 }
 
 // 2^x within 2e-7 relative; 0 < x < 2^-126 results are 2^-126, x above 127 gives 2^127; NaN stays NaN; 2^0 is
 // exactly 1. Range reduction to [-1/2, 1/2], then a polynomial fitted for least relative error with p(0) = 1.
-inline F32x8 exp2_f32(F32x8 x) {
-  const F32x8 low = set_f32(-126.0f), high = set_f32(127.0f);
-  const Bits256 whole = f32_to_i32(min_f32(max_f32(x, low), high));  // a NaN becomes -126 here only
-  x = min_f32(high, max_f32(low, x));                                // and stays NaN here
-  return exp2_f32_of(sub(x, i32_to_f32(whole)), whole);
-}
+inline F32x8 exp2_f32(F32x8 x) { return exp2_f32_within(min_f32(set_f32(127.0f), max_f32(set_f32(-126.0f), x))); }
 
 // exp2_f32 of x <= 0 or NaN: the same bits without the bound from above.
-inline F32x8 exp2_f32_below(F32x8 x) {
-  const F32x8 low = set_f32(-126.0f);
-  const Bits256 whole = f32_to_i32(max_f32(x, low));
-  return exp2_f32_of(sub(max_f32(low, x), i32_to_f32(whole)), whole);
-}
+inline F32x8 exp2_f32_below(F32x8 x) { return exp2_f32_within(max_f32(set_f32(-126.0f), x)); }
 
 // The first n (1..8) floats at p, zeros after.
 inline F32x8 load_first(const float* p, int n) {

@@ -117,9 +117,9 @@ inline F32x8 min_f32(F32x8 a, F32x8 b) { return _mm256_min_ps(a, b); }
 inline F32x8 ceil_f32(F32x8 v) { return _mm256_ceil_ps(v); }
 inline F32x8 low_half_twice(F32x8 v) { return _mm256_permute2f128_ps(v, v, 0x00); }
 inline F32x8 high_half_twice(F32x8 v) { return _mm256_permute2f128_ps(v, v, 0x11); }
-// 2^n for -126 <= n <= 127.
-inline F32x8 power_of_two(Bits256 n) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+// The lowest 9 bits of each lane as sign and exponent of a float.
+inline F32x8 exponent_of_low_bits(F32x8 v) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 23));
 }
 // Lanes 0..n-1 of v, the others of rest.
 inline F32x8 first_lanes(F32x8 v, int n, F32x8 rest) {

@@ -251,11 +251,11 @@ inline F32x8 high_half_twice(F32x8 v) {
   for (int i = 0; i < 4; i++) v.lane[i] = v.lane[i + 4];
   return v;
 }
-inline F32x8 power_of_two(Bits256 n) {
-  const Int32Lanes x = as_i32(n);
-  F32x8 r;
-  for (int i = 0; i < 8; i++) r.lane[i] = f32_from_bits(uint32_t(x.lane[i] + 127) << 23);
-  return r;
+inline F32x8 exponent_of_low_bits(F32x8 v) {
+  uint32_t bits[8];
+  memcpy(bits, &v, 32);
+  for (int i = 0; i < 8; i++) v.lane[i] = f32_from_bits(bits[i] << 23);
+  return v;
 }
 inline F32x8 first_lanes(F32x8 v, int n, F32x8 rest) {
   for (int i = n; i < 8; i++) v.lane[i] = rest.lane[i];
