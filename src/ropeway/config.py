@@ -18,6 +18,7 @@ from ropeway.errors import ConfigError, OutOfMemoryError
 
 Batching = Literal["continuous", "static", "static-padded"]
 BackendName = Literal["native", "reference"]
+SchedulingPolicy = Literal["vtc", "fcfs", "priority", "spf"]
 
 FREE_MEMORY_SHARE = 0.5
 MAX_DEFAULT_KV_BYTES = 2 << 30
@@ -41,6 +42,10 @@ class EngineConfig:
     num_kv_blocks / kv_cache_memory: size of the KV pool in blocks, or in bytes (an int, or text such as "512M", "2G");
         with neither it is half of the free memory, at most 2 GiB, at most what max_num_seqs full contexts could use.
     batching: `continuous`, or the baselines `static` and `static-padded`.
+    scheduling_policy: who comes first: `vtc` (tenants are served fairly; with one it is fcfs), `fcfs` (first come,
+        first served), `priority` (lower numbers first), `spf` (shorter prompts first).
+    priority_aging_s: seconds of waiting that outweigh one step of priority; 0 never lets them.
+    background_share: of the newly computed tokens, what is guaranteed to background requests while they wait or run.
     num_threads: of the native backend; None is one per usable core.
     isa: instruction set of the native kernels; None is the best this processor has.
     backend: `native`, or `reference` (numpy, slow, the oracle of the tests).
@@ -59,6 +64,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory: int | str | None = None
     batching: Batching = "continuous"
+    scheduling_policy: SchedulingPolicy = "vtc"
+    priority_aging_s: float = 60.0
+    background_share: float = 0.05
     num_threads: int | None = None
     isa: str | None = None
     backend: BackendName = "native"
@@ -77,6 +85,9 @@ class EngineConfig:
                 _check_positive(name, getattr(self, name))
         _check_positive("block_size", self.block_size)
         _check_choice("batching", self.batching, get_args(Batching))
+        _check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _check_span("priority_aging_s", self.priority_aging_s, low=0.0, high=86_400.0)
+        _check_span("background_share", self.background_share, low=0.0, high=0.9)
         _check_choice("backend", self.backend, get_args(BackendName))
         if self.isa is not None and (not isinstance(self.isa, str) or not self.isa):
             raise ConfigError(f"isa must be the name of an instruction set, not {self.isa!r}")
@@ -130,6 +141,9 @@ class EngineFacts:
     num_kv_blocks: int
     kv_cache_bytes: int
     batching: Batching
+    scheduling_policy: SchedulingPolicy
+    priority_aging_s: float
+    background_share: float
     num_threads: int | None
     isa: str | None
     backend: BackendName
@@ -177,6 +191,9 @@ def resolve(config: EngineConfig, model: ModelFacts, free_memory_bytes: int) -> 
         num_kv_blocks=num_kv_blocks,
         kv_cache_bytes=num_kv_blocks * block_bytes,
         batching=config.batching,
+        scheduling_policy=config.scheduling_policy,
+        priority_aging_s=config.priority_aging_s,
+        background_share=config.background_share,
         num_threads=config.num_threads,
         isa=config.isa,
         backend=config.backend,
@@ -300,6 +317,11 @@ def _limit_minus_use(directory: Path, limit_name: str, use_name: str, cache_name
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _check_span(name: str, value: object, *, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ropeway.core.params import Request, SamplingParams
+from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, RequestTooLargeError
 from ropeway.text.chat_template import ChatTemplate
 from ropeway.text.tokenizer import Tokenizer
@@ -31,16 +31,24 @@ class EncodedPrompt:
 class RequestBuilder:
     """Builds requests for one loaded model. Thread-safe.
 
-    max_model_len: the effective context, in tokens. vocab_size: rows of the embedding.
+    max_model_len: the effective context, in tokens. vocab_size: rows of the embedding. has_priorities: the scheduler
+    looks at them.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate, *, max_model_len: int, vocab_size: int
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        has_priorities: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._chat_template = chat_template
         self._vocab_size = vocab_size
+        self._has_priorities = has_priorities
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """Token ids of a text, of token ids, or of vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
@@ -71,10 +79,13 @@ class RequestBuilder:
         text = self._chat_template.render(messages, add_generation_prompt=True)
         return EncodedPrompt(self._check_not_empty(self.tokenizer.encode(text)), text)
 
-    def build(self, prompt: EncodedPrompt, params: SamplingParams, request_id: str) -> Request:
+    def build(
+        self, prompt: EncodedPrompt, params: SamplingParams, request_id: str, terms: ServiceTerms | None = None
+    ) -> Request:
         """A request that fits the effective context, with its seed drawn if missing and every ending id.
 
-        Raises RequestTooLargeError with the numbers, InvalidRequestError for ids outside the vocabulary.
+        Raises RequestTooLargeError with the numbers, InvalidRequestError for ids outside the vocabulary and for a
+        priority that nothing would look at.
         """
         num_prompt_tokens, limit = len(prompt.token_ids), self.max_model_len
         room = limit - num_prompt_tokens
@@ -97,6 +108,12 @@ class RequestBuilder:
                 f"min_tokens is {params.min_tokens} but at most {max_tokens} tokens can be generated",
                 param="min_tokens",
             )
+        if terms is not None and terms.priority and not self._has_priorities:
+            raise InvalidRequestError(
+                f"priority is {terms.priority}, but this server does not schedule by priority; leave it out, or start "
+                "with --scheduling-policy priority",
+                param="priority",
+            )
         self._check_token_ids("stop_token_ids", tuple(params.stop_token_ids))
         self._check_token_ids("logit_bias", tuple(params.logit_bias or ()))
         bad_words = tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spellings(word)))
@@ -111,6 +128,7 @@ class RequestBuilder:
             stop_token_ids=own_stops | frozenset(params.stop_token_ids),
             bad_words=bad_words,
             skips_prefix_cache=params.prompt_logprobs is not None,
+            terms=terms or ServiceTerms(),
         )
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:

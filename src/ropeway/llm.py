@@ -19,7 +19,7 @@ from ropeway.backends.batch import Backend
 from ropeway.calibration import FULL_STEP_S, calibrate_token_budget
 from ropeway.catalog import CATALOG, DEFAULT_MODEL, resolve_model
 from ropeway.config import EngineConfig, EngineFacts, ModelFacts, free_memory_bytes, resolve
-from ropeway.core.params import Request, SamplingParams
+from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
 from ropeway.engine.async_engine import AsyncEngine, OutputStream
@@ -96,7 +96,11 @@ def prepare_model(model: ModelSource, config: EngineConfig) -> PreparedModel:
         logger.warning("%s", warning)
     backend = make_backend(loaded, facts)
     builder = RequestBuilder(
-        tokenizer, chat_template, max_model_len=facts.max_model_len, vocab_size=loaded.program.vocab_size
+        tokenizer,
+        chat_template,
+        max_model_len=facts.max_model_len,
+        vocab_size=loaded.program.vocab_size,
+        has_priorities=facts.scheduling_policy == "priority",
     )
     logger.info("loaded %s in %.2f s", path.name, time.monotonic() - start_s)
     return PreparedModel(loaded, builder, backend, facts, os.fspath(path))
@@ -178,6 +182,9 @@ def scheduler_recipe(facts: EngineFacts, *, num_cache_groups: int = 1) -> Schedu
         block_size=facts.block_size,
         num_cache_groups=num_cache_groups,
         batching=facts.batching,
+        scheduling_policy=facts.scheduling_policy,
+        priority_aging_s=facts.priority_aging_s,
+        background_share=facts.background_share,
     )
 
 
@@ -423,16 +430,18 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         output_kind: OutputKind = "cumulative",
+        terms: ServiceTerms | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields a RequestOutput at each step that brings news.
 
         output_kind: `cumulative` (as in vLLM) repeats everything so far, `delta` has only what is new, `final` comes
-        once.
+        once. terms: on whose account it is served, and how soon.
         Closing the iterator, or cancelling its task, aborts the request. Raises InvalidRequestError,
         EngineStoppedError.
         """
         encoded = prompt if isinstance(prompt, EncodedPrompt) else self.builder.encode(prompt)
-        request = self.builder.build(encoded, params or SamplingParams(), request_id or f"async-{uuid.uuid4().hex}")
+        request_id = request_id or f"async-{uuid.uuid4().hex}"
+        request = self.builder.build(encoded, params or SamplingParams(), request_id, terms)
         transcript = Transcript(request, encoded.text)
         async with self.submit([request]) as stream:
             while deltas := await stream.take():

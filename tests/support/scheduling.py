@@ -7,7 +7,7 @@ from itertools import compress
 from typing import Any
 
 from ropeway.core.kv_manager import KVManager
-from ropeway.core.params import Request, SamplingParams
+from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import Sequence
@@ -16,7 +16,13 @@ STOP_TOKEN_ID = 0
 
 
 def make_request(
-    request_id: str, num_prompt_tokens: int, max_tokens: int, *, stop: bool = True, **params: Any
+    request_id: str,
+    num_prompt_tokens: int,
+    max_tokens: int,
+    *,
+    stop: bool = True,
+    terms: ServiceTerms | None = None,
+    **params: Any,
 ) -> Request:
     """A request with tokens that do not matter, which ends at STOP_TOKEN_ID unless told not to."""
     return Request(
@@ -26,6 +32,7 @@ def make_request(
         max_tokens=max_tokens,
         seed=0,
         stop_token_ids=frozenset({STOP_TOKEN_ID}) if stop else frozenset(),
+        terms=terms or ServiceTerms(),
     )
 
 
@@ -53,10 +60,10 @@ def result_of(plan: StepPlan, token_id: int = 1) -> StepResult:
     return StepResult(plan.step_id, ids, (token_id,) * len(ids))
 
 
-def run_step(scheduler: Scheduler, token_id: int = 1) -> tuple[StepPlan, list[SequenceEvent]]:
-    plan = scheduler.plan(0.0)
+def run_step(scheduler: Scheduler, token_id: int = 1, now_s: float = 0.0) -> tuple[StepPlan, list[SequenceEvent]]:
+    plan = scheduler.plan(now_s)
     assert plan is not None
-    return plan, scheduler.commit(plan, result_of(plan, token_id), 0.0)
+    return plan, scheduler.commit(plan, result_of(plan, token_id), now_s)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ropeway.core.params import SamplingParams
+from ropeway.core.params import SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
 from ropeway.server.protocol import (
     INERT_FIELDS,
@@ -41,6 +41,16 @@ def test_everything_given_arrives() -> None:
     }  # fmt: skip
     params = completion(**fields, logit_bias={"12": -3}, max_tokens=9).sampling_params(9)
     assert params == SamplingParams(**fields, logit_bias={12: -3.0}, max_tokens=9)  # type: ignore[arg-type]
+
+
+def test_the_terms_of_service_arrive() -> None:
+    assert completion().service_terms() == ServiceTerms()
+    body = chat(priority=-3, user="ada", cache_salt="sea")
+    assert body.service_terms() == ServiceTerms(priority=-3, user="ada", cache_salt="sea")
+    with pytest.raises(InvalidRequestError, match="priority must be from -1000 to 1000, not 1001"):
+        chat(priority=1001).service_terms()
+    with pytest.raises(InvalidRequestError, match="user has 600 characters; at most 512"):
+        chat(user="u" * 600).service_terms()
 
 
 @pytest.mark.parametrize("top_k", [0, -1])

@@ -14,6 +14,9 @@ ENGINE_OPTIONS = (
     "num_kv_blocks",
     "kv_cache_memory",
     "batching",
+    "scheduling_policy",
+    "priority_aging_s",
+    "background_share",
     "num_threads",
     "isa",
     "backend",
@@ -47,6 +50,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batching", choices=("continuous", "static", "static-padded"), help="how sequences share steps; default: "
         "continuous; static is the baseline: a batch runs until its longest member ends, static-padded also computes "
         "the finished ones")  # fmt: skip
+    add("--scheduling-policy", choices=("vtc", "fcfs", "priority", "spf"), help="who comes first; default: vtc, which "
+        "serves tenants fairly, and is fcfs with one; fcfs: first come, first served; priority: lower numbers first; "
+        "spf: shorter prompts first")  # fmt: skip
+    add("--priority-aging-s", type=float, metavar="SECONDS", help="waiting that outweighs one step of priority; "
+        "default: 60; 0 lets low numbers starve the rest")  # fmt: skip
+    add("--background-share", type=float, metavar="SHARE", help="of the newly computed tokens, what background work "
+        "is sure of; default: 0.05; 0 lets it starve")  # fmt: skip
     add("--num-threads", type=int, metavar="N", help="threads that compute; default: one per usable core")
     add("--isa", metavar="NAME", help="instruction set of the kernels, such as scalar or avx2; default: the best "
         "that this processor has; same answers on the same one only")  # fmt: skip

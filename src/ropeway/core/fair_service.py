@@ -17,8 +17,9 @@ from ropeway.errors import ConfigError
 # What one token counts. Decoding costs about twice a prompt's token: measured 1.6 to 2.6 ms against 0.9 to 1.0.
 PREFILL_COST = 1.0
 DECODE_COST = 2.0
-# The counters of so many tenants, or users of a tenant, that have nothing unfinished are remembered.
-NUM_REMEMBERED = 1024
+# Of a tenant's users that have nothing unfinished, the counters of so many are remembered. (There are as many tenants
+# as there are keys, so all of them are.)
+NUM_REMEMBERED_USERS = 1024
 
 
 class VirtualTokenCounters:
@@ -46,9 +47,10 @@ class VirtualTokenCounters:
             if not 0 < weight < float("inf"):
                 raise ConfigError(f"the weight of tenant {name!r} must be positive, not {weight}")
         self._weights = weights
-        self._tenants: Ledger[Tenant] = Ledger(self._make_tenant)
+        self._tenants: Ledger[Tenant] = Ledger(self._make_tenant, None)
         self._seats: dict[int, Seat] = {}  # of unfinished sequences
         self._num_waiting = 0
+        self._num_boardings = 0
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -87,7 +89,9 @@ class VirtualTokenCounters:
     def pop(self) -> Sequence:
         first = self.first()
         assert first is not None, "nobody waits"
-        self.remove(first)
+        seat = self._seats[first.sequence_id]
+        seat.user.line.pop()
+        self._left_line(seat)
         return first
 
     def key(self, sequence: Sequence) -> Key:
@@ -104,6 +108,8 @@ class VirtualTokenCounters:
         num_known = max(seat.num_charged, sequence.num_recompute_tokens, sequence.num_computed_tokens)
         self._charge(seat, PREFILL_COST * max(0, sequence.num_tokens - num_known))
         seat.num_charged = sequence.num_tokens
+        self._num_boardings += 1
+        seat.tenant.turn = self._num_boardings
 
     def on_planned(self, decoding: list[Sequence]) -> None:
         seats = self._seats
@@ -179,6 +185,7 @@ class User:
 
     name: str | None
     counter: float = 0.0
+    turn: int = 0
     num_unfinished: int = 0
     ticket: int | None = None
     line: RankedLine = field(default_factory=RankedLine)
@@ -186,15 +193,20 @@ class User:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant: what it was served per weight, and its users. cost_factor: 1 / weight."""
+    """One tenant: what it was served per weight, and its users. cost_factor: 1 / weight.
+
+    turn: its last boarding, counted over all: among equals, who boarded longest ago comes first. (A user's stays 0:
+    there may be ever new ones.)
+    """
 
     name: str | None
     cost_factor: float
     counter: float = 0.0
+    turn: int = 0
     num_unfinished: int = 0
     ticket: int | None = None
     num_waiting: int = 0
-    users: Ledger[User] = field(default_factory=lambda: Ledger(User))
+    users: Ledger[User] = field(default_factory=lambda: Ledger(User, NUM_REMEMBERED_USERS))
 
 
 @dataclass(slots=True, eq=False)
@@ -213,15 +225,18 @@ AccountT = TypeVar("AccountT", User, Tenant)
 class Ledger(Generic[AccountT]):
     """Accounts with something unfinished; those listed, who wait, by counter.
 
-    A heap of (counter, ticket, account). Counters rise while an entry lies in it, so an entry that comes up is renewed
-    if it is out of date; one whose ticket is no longer its account's is dropped.
+    num_remembered: most accounts without anything unfinished whose counters are kept; None keeps all.
+
+    A heap of (counter, turn, ticket, account). Counters rise while an entry lies in it, so an entry that comes up is
+    renewed if it is out of date; one whose ticket is no longer its account's is dropped.
     """
 
-    def __init__(self, make_account: Callable[[str | None], AccountT]) -> None:
+    def __init__(self, make_account: Callable[[str | None], AccountT], num_remembered: int | None) -> None:
         self._make_account: Callable[[str | None], AccountT] = make_account
         self._accounts: dict[str | None, AccountT] = {}
-        self._remembered: OrderedDict[str | None, float] = OrderedDict()  # counters of those who left, oldest first
-        self._heap: list[tuple[float, int, AccountT]] = []
+        self._num_remembered = num_remembered
+        self._remembered: OrderedDict[str | None, tuple[float, int]] = OrderedDict()  # (counter, turn), oldest first
+        self._heap: list[tuple[float, int, int, AccountT]] = []
         self._num_listed = 0
         self._next_ticket = 0
         self._last_listed: AccountT | None = None  # who left the list last
@@ -231,7 +246,7 @@ class Ledger(Generic[AccountT]):
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = self._make_account(name)
-            account.counter = self._remembered.pop(name, 0.0)
+            account.counter, account.turn = self._remembered.pop(name, (0.0, 0))
         account.num_unfinished += 1
         return account
 
@@ -241,8 +256,8 @@ class Ledger(Generic[AccountT]):
         if account.num_unfinished:
             return
         del self._accounts[account.name]
-        self._remembered[account.name] = account.counter
-        if len(self._remembered) > NUM_REMEMBERED:
+        self._remembered[account.name] = (account.counter, account.turn)
+        if self._num_remembered is not None and len(self._remembered) > self._num_remembered:
             self._remembered.popitem(last=False)
 
     def enlist(self, account: AccountT) -> None:
@@ -259,18 +274,18 @@ class Ledger(Generic[AccountT]):
         self._num_listed -= 1
         self._last_listed = account
         if len(self._heap) > 2 * self._num_listed + 16:
-            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
+            self._heap = [entry for entry in self._heap if entry[3].ticket == entry[2]]
             heapify(self._heap)
 
     def least(self) -> AccountT | None:
-        """Of those listed, who was served least; equals in the order of listing."""
+        """Of those listed, who was served least; equals in the order of their turns, then of listing."""
         heap = self._heap
         while heap:
-            counter, ticket, account = heap[0]
+            counter, _, ticket, account = heap[0]
             if account.ticket != ticket:
                 heappop(heap)
             elif counter < account.counter:
-                heapreplace(heap, (account.counter, ticket, account))
+                heapreplace(heap, (account.counter, account.turn, ticket, account))
             else:
                 return account
         return None
@@ -284,14 +299,14 @@ class Ledger(Generic[AccountT]):
     def check_invariants(self) -> list[AccountT]:
         """Check the heap against the accounts, which are returned. Raises AssertionError."""
         listed = [a for a in self._accounts.values() if a.ticket is not None]
-        entries = {ticket: counter for counter, ticket, account in self._heap if account.ticket == ticket}
+        entries = {ticket: counter for counter, _, ticket, account in self._heap if account.ticket == ticket}
         assert self._num_listed == len(listed) == len(entries), "an account is listed twice, or lost from the list"
         assert all(entries[a.ticket] <= a.counter for a in listed if a.ticket is not None), "a listed counter fell"
         assert all(a.num_unfinished > 0 for a in self._accounts.values()), "an account without sequences is open"
-        assert len(self._remembered) <= NUM_REMEMBERED, "more accounts are remembered than should be"
+        assert self._num_remembered is None or len(self._remembered) <= self._num_remembered, "too many are remembered"
         return list(self._accounts.values())
 
     def _list(self, account: AccountT) -> None:
         account.ticket = self._next_ticket
         self._next_ticket += 1
-        heappush(self._heap, (account.counter, account.ticket, account))
+        heappush(self._heap, (account.counter, account.turn, account.ticket, account))

@@ -15,6 +15,7 @@ MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 1000  # either way; with ageing it bounds how long anybody can be overtaken
 MAX_TIMEOUT_S = 365.0 * 86_400
 MAX_LOGPROBS = 20  # alternatives per position, as OpenAI and vLLM bound them
+MAX_NAME_CHARACTERS = 512
 MAX_COUNT = 2**31 - 1  # of tokens and token ids: what an int32 column of a batch holds
 
 
@@ -136,6 +137,12 @@ class ServiceTerms:
 
     def __post_init__(self) -> None:
         _check_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        for name in ("tenant", "user", "cache_salt"):
+            text = getattr(self, name)
+            if text is not None and len(text) > MAX_NAME_CHARACTERS:
+                raise InvalidRequestError(
+                    f"{name} has {len(text)} characters; at most {MAX_NAME_CHARACTERS} are taken", param=name
+                )
         for name in ("timeout_s", "queue_timeout_s"):
             if getattr(self, name) is not None:
                 _check_float(name, getattr(self, name), low=0.0, high=MAX_TIMEOUT_S, low_is_open=True)

@@ -6,15 +6,18 @@ of a decision log.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from ropeway.core.admission import OptimisticAdmission
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
+from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import SchedulerLimits
+from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, ShortestPrefillFirst
 from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.scheduler import Scheduler
+from ropeway.core.waiting_line import WaitingLine
 from ropeway.errors import ConfigError
 
 Value = str | int | float | bool | None
@@ -28,6 +31,8 @@ class SchedulerRecipe:
     """max_num_seqs, max_num_batched_tokens, max_model_len: see `SchedulerLimits`.
     num_kv_blocks, block_size: of each of the num_cache_groups. batching: continuous, static or static-padded.
     has_prefix_cache: equal blocks are shared.
+    scheduling_policy: vtc, fcfs, priority or spf; priority_aging_s is that of priority. background_share: see
+    `WaitingLine`.
     """
 
     max_num_seqs: int
@@ -38,6 +43,9 @@ class SchedulerRecipe:
     num_cache_groups: int = 1
     batching: str = "continuous"
     has_prefix_cache: bool = False
+    scheduling_policy: str = "vtc"
+    priority_aging_s: float = 60.0
+    background_share: float = 0.05
 
     def make(self, hasher: BlockHasher | None = None) -> Scheduler:
         """A new scheduler. Raises ConfigError for a value out of range.
@@ -47,7 +55,8 @@ class SchedulerRecipe:
         limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
         hasher = (hasher or BlockHasher(self.block_size)) if self.has_prefix_cache else None
         kv = KVManager([self.num_kv_blocks] * self.num_cache_groups, self.block_size, hasher)
-        return Scheduler(limits, kv, batching=self._make_batching())
+        line = WaitingLine(self._policy_maker(), background_share=self.background_share)
+        return Scheduler(limits, kv, line=line, batching=self._make_batching())
 
     def to_values(self) -> dict[str, Value]:
         """The recipe as a flat mapping, for the header of a decision log."""
@@ -60,6 +69,17 @@ class SchedulerRecipe:
             return cls(**values)  # type: ignore[arg-type]  # a log of this version holds what to_values wrote
         except TypeError as error:
             raise ConfigError(f"no scheduler can be made from {sorted(values)}: {error}") from error
+
+    def _policy_maker(self) -> Callable[[], Policy]:
+        makers: dict[str, Callable[[], Policy]] = {
+            "vtc": VirtualTokenCounters,
+            "fcfs": FirstComeFirstServed,
+            "priority": lambda: PriorityOrder(self.priority_aging_s),
+            "spf": ShortestPrefillFirst,
+        }
+        if self.scheduling_policy not in makers:
+            raise ConfigError(f"scheduling_policy must be one of {', '.join(makers)}, not {self.scheduling_policy!r}")
+        return makers[self.scheduling_policy]
 
     def _make_batching(self) -> Batching:
         match self.batching:

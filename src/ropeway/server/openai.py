@@ -238,11 +238,11 @@ def _generation(
     prompts: Sequence[EncodedPrompt],
     max_tokens: int | None,
 ) -> Generation:
-    params = body.sampling_params(max_tokens)
+    params, terms = body.sampling_params(max_tokens), body.service_terms()
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
     requests = tuple(
-        llm.builder.build(prompt, params, f"{answer_id}-{number}") for number, prompt in enumerate(prompts)
+        llm.builder.build(prompt, params, f"{answer_id}-{number}", terms) for number, prompt in enumerate(prompts)
     )
     return Generation(answer_id, model, int(time.time()), requests, body.includes_usage)
 

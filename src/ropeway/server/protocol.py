@@ -11,14 +11,13 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ropeway.core.params import SamplingParams
+from ropeway.core.params import SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 INERT_FIELDS = frozenset(
     {
-        "cache_salt",
         "metadata",
         "parallel_tool_calls",
         "prediction",
@@ -27,7 +26,6 @@ INERT_FIELDS = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
-        "user",
     }
 )
 
@@ -45,7 +43,6 @@ _REFUSED_EVERYWHERE: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "priority": (0,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
@@ -115,6 +112,9 @@ class SamplingBody(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    priority: int | None = Field(None, description="Lower is sooner; needs --scheduling-policy priority.")
+    user: str | None = Field(None, description="Whose share of the caller's service it uses.")
+    cache_salt: str | None = Field(None, description="Prefixes are shared only between requests with the same.")
 
     @property
     def includes_usage(self) -> bool:
@@ -142,6 +142,10 @@ class SamplingBody(BaseModel):
         if self.logit_bias:
             given["logit_bias"] = {_bias_token_id(key): bias for key, bias in self.logit_bias.items()}
         return SamplingParams(max_tokens=max_tokens, **given)
+
+    def service_terms(self) -> ServiceTerms:
+        """On whose account and how soon it is to be served. Raises InvalidRequestError with the field's name."""
+        return ServiceTerms(user=self.user, priority=self.priority or 0, cache_salt=self.cache_salt or "")
 
 
 class CompletionBody(SamplingBody):
