@@ -64,8 +64,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "slow, for checking")  # fmt: skip
     add("--decision-log", metavar="FILE", help="write every scheduling decision to this file, for `ropeway replay`: "
         "lengths and digests, no texts or tokens; default: none")  # fmt: skip
-    add("--decision-log-size", metavar="SIZE", help="size before which the decision log ends, such as 64M; default: 1G; an "
-        "hour of a full batch takes some megabytes")  # fmt: skip
+    add("--decision-log-size", metavar="SIZE", help="size before which the decision log ends, such as 64M; "
+        "default: 1G; an hour of a full batch takes some megabytes")  # fmt: skip
 
 
 def add_model_argument(parser: argparse.ArgumentParser, *flags: str) -> None:
