@@ -27,12 +27,17 @@ class EncodedPrompt:
     token_ids: tuple[int, ...]
     text: str | None = None
 
+    def shown(self, tokenizer: Tokenizer, *, skip_special: bool) -> str:
+        """Its text, or that of its tokens."""
+        return tokenizer.decode(self.token_ids, skip_special=skip_special) if self.text is None else self.text
+
 
 class RequestBuilder:
     """Builds requests for one loaded model. Thread-safe.
 
     max_model_len: the effective context, in tokens. vocab_size: rows of the embedding. has_priorities: the scheduler
     looks at them.
+    default_sampling: fields of SamplingParams as the model's makers advise them, for callers who do not say.
     """
 
     def __init__(
@@ -43,9 +48,11 @@ class RequestBuilder:
         max_model_len: int,
         vocab_size: int,
         has_priorities: bool = False,
+        default_sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.default_sampling = dict(default_sampling or {})
         self._chat_template = chat_template
         self._vocab_size = vocab_size
         self._has_priorities = has_priorities
@@ -78,6 +85,22 @@ class RequestBuilder:
         """
         text = self._chat_template.render(messages, add_generation_prompt=True)
         return EncodedPrompt(self._check_not_empty(self.tokenizer.encode(text)), text)
+
+    def truncate(self, prompt: EncodedPrompt, num_tokens: int | None, max_tokens: int | None) -> EncodedPrompt:
+        """The last num_tokens tokens of a prompt; -1 keeps as many as leave room for max_tokens; None keeps all.
+
+        Raises InvalidRequestError for a number that keeps none.
+        """
+        if num_tokens is None:
+            return prompt
+        if num_tokens == -1:
+            num_tokens = self.max_model_len - (1 if max_tokens is None else max_tokens)
+        if num_tokens < 1:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens leaves {num_tokens} tokens of the prompt; give at least 1, or -1",
+                param="truncate_prompt_tokens",
+            )
+        return prompt if len(prompt.token_ids) <= num_tokens else EncodedPrompt(prompt.token_ids[-num_tokens:])
 
     def build(
         self, prompt: EncodedPrompt, params: SamplingParams, request_id: str, terms: ServiceTerms | None = None

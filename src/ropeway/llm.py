@@ -31,6 +31,7 @@ from ropeway.errors import InvalidRequestError, ModelFileError
 from ropeway.inputs import EncodedPrompt, Message, Prompt, RequestBuilder
 from ropeway.machine_limits import IdleLimits, MachineLimits
 from ropeway.model.loading import Model, load_model
+from ropeway.model.sampling_defaults import sampling_defaults
 from ropeway.outputs import Assembler, RequestOutput, Transcript
 from ropeway.text.chat_template import ChatTemplate
 from ropeway.text.tokenizer import Tokenizer
@@ -101,6 +102,7 @@ def prepare_model(model: ModelSource, config: EngineConfig) -> PreparedModel:
         max_model_len=facts.max_model_len,
         vocab_size=loaded.program.vocab_size,
         has_priorities=facts.scheduling_policy == "priority",
+        default_sampling=sampling_defaults(loaded.metadata),
     )
     logger.info("loaded %s in %.2f s", path.name, time.monotonic() - start_s)
     return PreparedModel(loaded, builder, backend, facts, os.fspath(path))
@@ -232,6 +234,10 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self._loaded.tokenizer
 
+    def default_sampling_params(self) -> SamplingParams:
+        """What is used where no parameters are given: SamplingParams with what the model's makers advise."""
+        return SamplingParams(**self._loaded.builder.default_sampling)  # type: ignore[arg-type]
+
     def stats(self) -> EngineStats:
         """The engine's counters."""
         return self._loaded.engine.stats()
@@ -308,7 +314,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompts)
+            each = [params or self.default_sampling_params()] * len(prompts)
         else:
             each = list(params)
         if len(each) != len(prompts):

@@ -137,8 +137,8 @@ def test_model_may_be_omitted(http: httpx.Client) -> None:
 
 def test_errors_carry_param_and_code(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True)
-    assert (caught.value.param, caught.value.code) == ("logprobs", "unsupported_parameter")
+        client.completions.create(model="tiny", prompt="x", best_of=3)
+    assert (caught.value.param, caught.value.code) == ("best_of", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError, match="512") as caught:
         client.completions.create(model="tiny", prompt=[5] * 500, max_tokens=20)
     assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")

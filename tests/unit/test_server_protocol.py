@@ -37,7 +37,8 @@ def test_everything_given_arrives() -> None:
     fields = {
         "n": 2, "min_tokens": 1, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "stop": ["a", "b"],
-        "stop_token_ids": [4], "ignore_eos": True,
+        "stop_token_ids": [4], "ignore_eos": True, "bad_words": ["x"], "include_stop_str_in_output": True,
+        "skip_special_tokens": False, "prompt_logprobs": 2,
     }  # fmt: skip
     params = completion(**fields, logit_bias={"12": -3}, max_tokens=9).sampling_params(9)
     assert params == SamplingParams(**fields, logit_bias={12: -3.0}, max_tokens=9)  # type: ignore[arg-type]
@@ -84,8 +85,6 @@ def test_chat_refuses_by_name(name: str) -> None:
 
 def test_neutral_values_are_not_confused_with_equal_ones() -> None:
     with pytest.raises(UnsupportedFieldError):
-        completion(logprobs=0)  # asks for the chosen token's
-    with pytest.raises(UnsupportedFieldError):
         completion(best_of=True)
 
 
@@ -100,7 +99,14 @@ def test_neutral_values_are_not_confused_with_equal_ones() -> None:
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"echo": 1}, "echo"),
         ({"n": 0}, "n"),
         ({"n": 1000}, "n"),
         ({"top_k": -2}, "top_k"),
@@ -201,6 +207,33 @@ def test_wrong_messages(message: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(messages=[message]).conversation()
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [({}, None), ({"logprobs": False}, None), ({"logprobs": 0}, 0), ({"logprobs": 5}, 5)]
+)
+def test_logprobs_of_completions(given: dict[str, object], asked: int | None) -> None:
+    params = completion(**given).sampling_params(1)
+    assert (params.logprobs, params.prompt_logprobs) == (asked, None)
+    echoing = completion(**given, echo=True, prompt_logprobs=2).sampling_params(1)
+    assert echoing.prompt_logprobs == max(2, asked or 0)
+
+
+def test_logprobs_of_chat() -> None:
+    assert chat().sampling_params(1).logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).sampling_params(1).logprobs is None
+    assert chat(logprobs=True).sampling_params(1).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).sampling_params(1).logprobs == 20
+    for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": True, "top_logprobs": -1}):
+        with pytest.raises(InvalidRequestError, match="top_logprobs") as caught:
+            chat(**wrong).sampling_params(1)
+        assert caught.value.param == "top_logprobs"
+
+
+def test_what_the_model_advises_stands_where_nothing_is_given() -> None:
+    advised = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    params = completion(top_k=-1, temperature=0.0).sampling_params(1, advised)
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 0, 0.95)
 
 
 def test_no_messages() -> None:

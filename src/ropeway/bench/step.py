@@ -32,7 +32,9 @@ from ropeway.llm import PreparedModel, prepare_model, scheduler_recipe
 from ropeway.machine_limits import MachineLimits, measure_limits
 from ropeway.model.loading import load_model
 from ropeway.outputs import Assembler
-from ropeway.server.openai import ChunkWriter, CompletionFormat, Generation
+from ropeway.server.choices import Wishes
+from ropeway.server.formats import CompletionFormat
+from ropeway.server.openai import ChunkWriter, Generation
 
 NUM_WARMUP_STEPS = 4
 FILL_TOKENS = 2048  # per step while the contexts are filled
@@ -186,8 +188,13 @@ class _Driver:
         self._num_requests += 1
         request_id = f"cmpl-{self._num_requests:032x}"
         request: Request = self._builder.build(EncodedPrompt(tuple(ids)), params, request_id)
-        generation = Generation(request_id, self._options.model, int(time.time()), (request,), False)
-        self._texts[request_id] = Assembler(request, self._tokenizer), ChunkWriter(generation, CompletionFormat())
+        generation = Generation(
+            request_id, self._options.model, int(time.time()), (request,), False, Wishes(), self._tokenizer
+        )
+        self._texts[request_id] = (
+            Assembler(request, self._tokenizer),
+            ChunkWriter(generation, CompletionFormat(self._tokenizer)),
+        )
         self._engine.submit(request)
         return request_id
 

@@ -22,10 +22,8 @@ from ropeway.llm import AsyncLLM
 from ropeway.server.config import ServerConfig
 from ropeway.server.errors import JSON, BodyTooLargeError, UnauthorizedError, error_json, error_response
 from ropeway.server.exposition import Exposition
+from ropeway.server.formats import ChatFormat, CompletionFormat, Format
 from ropeway.server.openai import (
-    ChatFormat,
-    CompletionFormat,
-    Format,
     Generation,
     answer_events,
     check_served,
@@ -78,12 +76,14 @@ def _generation_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
     async def completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(CompletionBody, fields, REFUSED_COMPLETION_FIELDS)
-        return await _answer(request, llm, body, await start_completion(llm, body), CompletionFormat())
+        return await _answer(
+            request, llm, body, await start_completion(llm, body), CompletionFormat(llm.builder.tokenizer)
+        )
 
     async def chat_completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(ChatBody, fields, REFUSED_CHAT_FIELDS)
-        return await _answer(request, llm, body, await start_chat(llm, body), ChatFormat())
+        return await _answer(request, llm, body, await start_chat(llm, body), ChatFormat(llm.builder.tokenizer))
 
     return [
         Route("/v1/completions", completions, methods=["POST"]),

@@ -20,8 +20,11 @@ from ropeway.errors import EngineStoppedError, InvalidRequestError, RopewayError
 from ropeway.inputs import EncodedPrompt
 from ropeway.llm import AsyncLLM
 from ropeway.outputs import Delta
+from ropeway.server.choices import ChoiceNews, RequestChoices, Wishes
 from ropeway.server.errors import error_body
+from ropeway.server.formats import Format
 from ropeway.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, SamplingBody
+from ropeway.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -41,6 +44,8 @@ class Generation:
     created: int
     requests: tuple[Request, ...]
     includes_usage: bool
+    wishes: Wishes
+    tokenizer: Tokenizer
 
     @property
     def num_choices(self) -> int:
@@ -57,6 +62,14 @@ class Generation:
             (request.request_id, index): number * n + index
             for number, request in enumerate(self.requests)
             for index in range(n)
+        }
+
+    def news_of(self) -> dict[str, RequestChoices]:
+        """What turns the deltas of each request into news, by request id."""
+        n = self.requests[0].params.n
+        return {
+            request.request_id: RequestChoices(request, self.wishes, self.tokenizer, number * n)
+            for number, request in enumerate(self.requests)
         }
 
     def usage(self, num_completion_tokens: int) -> dict[str, int]:
@@ -90,73 +103,23 @@ async def start_chat(llm: AsyncLLM, body: ChatBody) -> Generation:
     return _generation(llm, body, model, f"chatcmpl-{uuid.uuid4().hex}", [encoded], body.num_tokens_asked)
 
 
-class CompletionFormat:
-    """The JSON of /v1/completions."""
-
-    object_name = "text_completion"
-    chunk_name = "text_completion"
-
-    @staticmethod
-    def choice(number: int, text: str, finish_reason: str | None) -> dict[str, object]:
-        return {"index": number, "text": text, "logprobs": None, "finish_reason": finish_reason}
-
-    @staticmethod
-    def first_choice(number: int) -> dict[str, object] | None:
-        return None
-
-    @staticmethod
-    def chunk_parts(number: int) -> tuple[bytes, bytes]:
-        """What stands before the text and between the text and the finish reason of a chunk's choice."""
-        return b'{"index":%d,"text":' % number, b',"logprobs":null,"finish_reason":'
-
-
-class ChatFormat:
-    """The JSON of /v1/chat/completions."""
-
-    object_name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
-
-    @staticmethod
-    def choice(number: int, text: str, finish_reason: str | None) -> dict[str, object]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": number, "message": message, "logprobs": None, "finish_reason": finish_reason}
-
-    @staticmethod
-    def first_choice(number: int) -> dict[str, object] | None:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    @staticmethod
-    def chunk_parts(number: int) -> tuple[bytes, bytes]:
-        return b'{"index":%d,"delta":{"content":' % number, b'},"logprobs":null,"finish_reason":'
-
-
-Format = CompletionFormat | ChatFormat
-
-
 async def whole_answer(generation: Generation, stream: OutputStream, form: Format) -> bytes:
     """The unstreamed answer. Raises EngineStoppedError where a sequence could not be computed."""
-    numbers = generation.choice_numbers()
-    texts: list[list[str]] = [[] for _ in numbers]
-    reasons: list[str | None] = [None] * len(numbers)
-    num_tokens = 0
+    choices = [ChoiceNews(number) for number in range(generation.num_choices)]
+    news_of = generation.news_of()
     for delta in await stream.take_all():
-        number = numbers[delta.request_id, delta.index]
-        texts[number].append(delta.text)
-        reasons[number] = delta.finish_reason
-        num_tokens += len(delta.token_ids)
-    if "error" in reasons:
+        for news in news_of[delta.request_id].push(delta):
+            choices[news.number].add(news)
+    if any(choice.finish_reason == "error" for choice in choices):
         raise _computation_error()
-    pieces = zip(texts, reasons, strict=True)
-    choices = [form.choice(number, "".join(text), reason) for number, (text, reason) in enumerate(pieces)]
-    return orjson.dumps(
-        {**_head(generation, form.object_name), "choices": choices, "usage": generation.usage(num_tokens)}
-    )
+    usage = generation.usage(sum(choice.num_tokens for choice in choices))
+    written = [form.choice(choice, generation.wishes) for choice in choices]
+    return orjson.dumps({**_head(generation, form.object_name), "choices": written, "usage": usage})
 
 
 async def answer_events(generation: Generation, stream: OutputStream, form: Format) -> AsyncIterator[bytes]:
     """The streamed answer as server-sent events; an error after the start is an event of its own."""
-    writer = ChunkWriter(generation, form)
+    writer = ChunkWriter(generation, form) if generation.wishes.is_text_only else _NewsWriter(generation, form)
     try:
         first = writer.first()
         if first:
@@ -213,6 +176,25 @@ class ChunkWriter:
         return _event(self._head + b'],"usage":' + usage + b"}") + DONE
 
 
+class _NewsWriter(ChunkWriter):
+    """Writes chunks of answers that hold more than text."""
+
+    def __init__(self, generation: Generation, form: Format) -> None:
+        super().__init__(generation, form)
+        self._news_of = generation.news_of()
+
+    def chunk(self, delta: Delta) -> bytes:
+        self._num_tokens += len(delta.token_ids)
+        if delta.finish_reason == "error":
+            raise _computation_error()
+        news = self._news_of[delta.request_id].push(delta)
+        return b"".join(
+            b"data: " + self._head + orjson.dumps(self._form.chunk_choice(each, self._generation.wishes)) + self._tail
+            for each in news
+            if each.is_worth_telling()
+        )
+
+
 def _event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
@@ -238,13 +220,27 @@ def _generation(
     prompts: Sequence[EncodedPrompt],
     max_tokens: int | None,
 ) -> Generation:
-    params, terms = body.sampling_params(max_tokens), body.service_terms()
+    params = body.sampling_params(max_tokens, llm.builder.default_sampling)
+    terms = body.service_terms()
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+    encoded = [llm.builder.truncate(prompt, body.truncate_prompt_tokens, max_tokens) for prompt in prompts]
     requests = tuple(
-        llm.builder.build(prompt, params, f"{answer_id}-{number}", terms) for number, prompt in enumerate(prompts)
+        llm.builder.build(prompt, params, f"{answer_id}-{number}", terms) for number, prompt in enumerate(encoded)
     )
-    return Generation(answer_id, model, int(time.time()), requests, body.includes_usage)
+    tokenizer = llm.builder.tokenizer
+    echo = {
+        request.request_id: prompt.shown(tokenizer, skip_special=params.skip_special_tokens)
+        for request, prompt in zip(requests, encoded, strict=True)
+        if body.echoes
+    }
+    wishes = Wishes(
+        logprobs=params.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        echo=echo,
+    )
+    return Generation(answer_id, model, int(time.time()), requests, body.includes_usage, wishes, tokenizer)
 
 
 def _served_model(llm: AsyncLLM, body: SamplingBody) -> str:

@@ -11,10 +11,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ropeway.core.params import SamplingParams, ServiceTerms
+from ropeway.core.params import MAX_LOGPROBS, SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_COMPLETION_LOGPROBS = 5
 
 INERT_FIELDS = frozenset(
     {
@@ -34,32 +35,25 @@ INERT_FIELDS = frozenset(
 _REFUSED_EVERYWHERE: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (),
     "allowed_token_ids": (),
-    "bad_words": ([],),
-    "echo": (False,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 REFUSED_COMPLETION_FIELDS = {
     **_REFUSED_EVERYWHERE,
     "best_of": (1,),
-    "logprobs": (False,),
     "suffix": ("",),
 }
 REFUSED_CHAT_FIELDS = {
     **_REFUSED_EVERYWHERE,
+    "echo": (False,),
     "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
@@ -68,12 +62,10 @@ REFUSED_CHAT_FIELDS = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -115,13 +107,31 @@ class SamplingBody(BaseModel):
     priority: int | None = Field(None, description="Lower is sooner; needs --scheduling-policy priority.")
     user: str | None = Field(None, description="Whose share of the caller's service it uses.")
     cache_salt: str | None = Field(None, description="Prefixes are shared only between requests with the same.")
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, description="-1 keeps what leaves room for max_tokens.")
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
-        """The parameters asked for. Raises InvalidRequestError with the field's name."""
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report with each token; None reports nothing. Raises InvalidRequestError."""
+        return None
+
+    def sampling_params(self, max_tokens: int | None, defaults: Mapping[str, float] | None = None) -> SamplingParams:
+        """The parameters asked for, `defaults` where a field is not given. Raises InvalidRequestError with the field's
+        name.
+        """
         names = (
             "n",
             "min_tokens",
@@ -135,12 +145,20 @@ class SamplingBody(BaseModel):
             "stop",
             "stop_token_ids",
             "ignore_eos",
+            "bad_words",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "prompt_logprobs",
         )
-        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = dict(defaults or {})
+        given |= {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.top_k is not None:
             given["top_k"] = 0 if self.top_k == -1 else self.top_k
         if self.logit_bias:
             given["logit_bias"] = {_bias_token_id(key): bias for key, bias in self.logit_bias.items()}
+        given["logprobs"] = self.num_logprobs
+        if self.echoes and self.num_logprobs is not None:
+            given["prompt_logprobs"] = max(self.num_logprobs, self.prompt_logprobs or 0)
         return SamplingParams(max_tokens=max_tokens, **given)
 
     def service_terms(self) -> ServiceTerms:
@@ -152,6 +170,23 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     prompt: Any = Field(description="Text, a list of texts, token ids, or a list of lists of token ids.")
+    echo: bool | None = None
+    logprobs: int | bool | None = Field(None, description="0 to 5 alternatives per token.")
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        if self.logprobs is True or not 0 <= self.logprobs <= MAX_COMPLETION_LOGPROBS:
+            raise InvalidRequestError(
+                f"logprobs must be an integer from 0 to {MAX_COMPLETION_LOGPROBS}, not {self.logprobs}",
+                param="logprobs",
+            )
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, at least one; token ids are not checked yet. Raises InvalidRequestError."""
@@ -190,6 +225,18 @@ class ChatBody(SamplingBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {self.top_logprobs}", param="top_logprobs"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def num_tokens_asked(self) -> int | None:

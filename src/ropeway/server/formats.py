@@ -1,0 +1,85 @@
+"""The JSON of a choice, in completions and in chat, whole and in chunks. Knows no streams, sockets or engine."""
+
+from __future__ import annotations
+
+from ropeway.server.choices import ChoiceNews, Wishes
+from ropeway.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from ropeway.text.tokenizer import Tokenizer
+
+
+class CompletionFormat:
+    """The JSON of /v1/completions."""
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def choice(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+        """A choice of a whole answer."""
+        choice: dict[str, object] = {"index": news.number, "text": news.text}
+        choice["logprobs"] = completion_logprobs(self._tokenizer, news.scored) if wishes.logprobs else None
+        choice["finish_reason"] = news.finish_reason
+        return {**choice, **_token_fields(self._tokenizer, news, wishes)}
+
+    def chunk_choice(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+        """A choice of a chunk."""
+        return self.choice(news, wishes)
+
+    @staticmethod
+    def first_choice(number: int) -> dict[str, object] | None:
+        return None
+
+    @staticmethod
+    def chunk_parts(number: int) -> tuple[bytes, bytes]:
+        """What stands before the text and between the text and the finish reason of a chunk's choice."""
+        return b'{"index":%d,"text":' % number, b',"logprobs":null,"finish_reason":'
+
+
+class ChatFormat:
+    """The JSON of /v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def choice(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+        """A choice of a whole answer."""
+        message = {"role": "assistant", "content": news.text, "refusal": None}
+        return self._with_rest({"index": news.number, "message": message}, news, wishes)
+
+    def chunk_choice(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+        """A choice of a chunk."""
+        return self._with_rest({"index": news.number, "delta": {"content": news.text}}, news, wishes)
+
+    def _with_rest(self, choice: dict[str, object], news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+        choice["logprobs"] = chat_logprobs(self._tokenizer, news.scored) if wishes.logprobs else None
+        choice["finish_reason"] = news.finish_reason
+        return {**choice, **_token_fields(self._tokenizer, news, wishes)}
+
+    @staticmethod
+    def first_choice(number: int) -> dict[str, object] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    @staticmethod
+    def chunk_parts(number: int) -> tuple[bytes, bytes]:
+        return b'{"index":%d,"delta":{"content":' % number, b'},"logprobs":null,"finish_reason":'
+
+
+Format = CompletionFormat | ChatFormat
+
+
+def _token_fields(tokenizer: Tokenizer, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+    """vLLM's fields of a choice: the prompt's come once, the tokens always where they are wanted."""
+    fields: dict[str, object] = {}
+    if wishes.token_ids:
+        fields["token_ids"] = news.token_ids
+        if news.prompt_token_ids is not None:
+            fields["prompt_token_ids"] = news.prompt_token_ids
+    if wishes.prompt_logprobs and news.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(tokenizer, news.prompt_logprobs)
+    return fields
