@@ -32,7 +32,7 @@ from ropeway.catalog import DEFAULT_MODEL, resolve_model
 from ropeway.config import EngineConfig, EngineFacts, free_memory_bytes, resolve
 from ropeway.core.params import Request, SamplingParams
 from ropeway.engine.engine import Engine
-from ropeway.llm import make_backend, make_engine, model_facts
+from ropeway.llm import make_backend, make_engine, model_facts, scheduler_recipe
 from ropeway.model.loading import load_model
 
 SIGMAS = (0.0, 0.5, 0.9, 1.3)
@@ -107,7 +107,7 @@ class Bench:
             backend=args.backend,
         )
         facts = resolve(config, model_facts(path.stem, loaded, config), free_memory_bytes())
-        self.facts: EngineFacts = facts.with_token_budget(TOKEN_BUDGET)
+        self.facts: EngineFacts = facts
         self.vocab_size = loaded.program.vocab_size
         self._num_cache_groups = len(loaded.program.cache_groups)
         self._backend: Backend = make_backend(loaded, self.facts)
@@ -115,7 +115,7 @@ class Bench:
     def measure(self, mode: Any, requests: list[BenchRequest]) -> dict[str, Any]:
         """One run: figures, and what the engine counted."""
         facts = replace(self.facts, batching=mode)
-        engine = make_engine(self._backend, facts, num_cache_groups=self._num_cache_groups)
+        engine = make_engine(self._backend, scheduler_recipe(facts, num_cache_groups=self._num_cache_groups))
         summary: Summary = summarise(run_all(engine, requests), mode)
         if summary.num_failed:
             raise SystemExit(f"{mode}: {summary.num_failed} requests were not answered in full: {summary.failures}")

@@ -1,91 +1,107 @@
-"""How many tokens a step may have: timed forward passes at load. Reads the clock; knows nothing of scheduling."""
+"""What a step costs on this machine: timed forward passes at load. Reads the clock; knows nothing of scheduling."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from ropeway.backends.batch import Backend, BlockTables, ForwardBatch
-from ropeway.config import MAX_DEFAULT_NUM_SEQS, EngineFacts
+from ropeway.config import EngineFacts
+from ropeway.core.step_time import StepCosts, StepWork, fit_step_costs, num_pairs
 from ropeway.model.program import Program
 
 logger = logging.getLogger(__name__)
 
-FULL_STEP_S = 0.1
-GRANULE_TOKENS = 16  # budgets are multiples of it
-MIN_TOKEN_BUDGET = 64  # fewer would starve sequences on a machine that is busy only while it starts
-MAX_TOKEN_BUDGET = 8192
-CALIBRATION_S = 0.25  # no round begins later than this
+FULL_PASS_S = 0.05  # a pass that takes this long tells enough of the cost of a token
+SMALL_PASS_TOKENS, MAX_PASS_TOKENS = 32, 1024
+DECODE_ROWS, DECODE_CONTEXT = 16, 16
+CHUNK_TOKENS, CHUNK_CONTEXT = 16, 1024  # a chunk far into a prompt, for the cost of a query-key pair
+CALIBRATION_S = 0.3  # no round begins later than this
 MIN_NUM_ROUNDS, MAX_NUM_ROUNDS = 1, 6
+SLOW_TOKEN_S = 0.02
 
 
-def calibrate_token_budget(
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """num_sequences sequences of which each computes num_tokens behind num_context, and one row of logits."""
+
+    num_sequences: int
+    num_tokens: int
+    num_context: int = 0
+
+    @property
+    def work(self) -> StepWork:
+        pairs = self.num_sequences * num_pairs(self.num_context, self.num_tokens)
+        return StepWork(self.num_sequences * self.num_tokens, pairs, self.num_sequences)
+
+
+def calibrate_step_costs(
     backend: Backend, program: Program, facts: EngineFacts, clock: Callable[[], float] = time.perf_counter
-) -> int:
-    """The most tokens a step may have to take at most FULL_STEP_S, from timed forward passes on the empty KV pool.
+) -> StepCosts:
+    """The costs of a step, from timed forward passes on the empty KV pool; a prior for what is learned online.
 
-    Each pass is one prompt of T tokens with logits for as many rows as could decode in such a step. T doubles until
-    it takes half of the limit; then that size and half of it are timed in turn, for CALIBRATION_S. The fastest pass
-    of each size counts, since all that disturbs a pass makes it slower, and the limit is put on the line through the
-    two, but at no more than twice the larger size. Attention over a long context is not in it: that costs a step
-    more. At least MIN_TOKEN_BUDGET, with a warning where that takes longer than FULL_STEP_S.
+    Prompts of two sizes (the larger doubles until it takes FULL_PASS_S), one decode, several, and a chunk far into a
+    prompt are timed in turn, for CALIBRATION_S. The fastest pass of each kind counts, since all that disturbs a pass
+    makes it slower. What a machine or a pool is too small for is left out: `fit_step_costs` says what it costs then.
+    Warns where a token takes longer than SLOW_TOKEN_S.
 
     clock: seconds, monotonic.
     """
-    ceiling = min(MAX_TOKEN_BUDGET, facts.num_kv_blocks * facts.block_size, program.context_length)
-    max_rows = facts.max_num_seqs or MAX_DEFAULT_NUM_SEQS
-    fastest: dict[int, float] = {}
+    fastest: dict[_Pass, float] = {}
+    most_tokens = min(facts.num_kv_blocks * facts.block_size, program.context_length)
 
-    def time_pass(num_tokens: int) -> None:
-        batch = _calibration_batch(program, num_tokens, min(num_tokens, max_rows), facts)
+    def time_pass(one: _Pass) -> None:
+        batch = _batch_of(one, program, facts.block_size)
         start_s = clock()
         backend.forward(batch)
-        fastest[num_tokens] = min(clock() - start_s, fastest.get(num_tokens, float("inf")))
+        fastest[one] = min(max(clock() - start_s, 1e-9), fastest.get(one, float("inf")))
 
     start_s = clock()
-    large = min(2 * GRANULE_TOKENS, ceiling)
-    time_pass(large)  # the first pass also pays for touching memory
-    time_pass(large)
-    while fastest[large] < FULL_STEP_S / 2 and large * 2 <= ceiling:
-        large *= 2
+    small = _Pass(1, min(SMALL_PASS_TOKENS, most_tokens))
+    time_pass(small)  # the first pass also pays for touching memory
+    time_pass(small)
+    large = small
+    while fastest[large] < FULL_PASS_S and large.num_tokens * 2 <= min(MAX_PASS_TOKENS, most_tokens):
+        large = _Pass(1, large.num_tokens * 2)
         time_pass(large)
-    small = max(1, large // 2)
+    kinds = [_Pass(1, 1), small, large]
+    blocks_each = -(-(DECODE_CONTEXT + 1) // facts.block_size)
+    if DECODE_ROWS * blocks_each <= facts.num_kv_blocks and most_tokens > DECODE_CONTEXT:
+        kinds.append(_Pass(DECODE_ROWS, 1, DECODE_CONTEXT))
+    if (context := min(CHUNK_CONTEXT, most_tokens // 2)) >= CHUNK_TOKENS:
+        kinds.append(_Pass(1, CHUNK_TOKENS, context))
     for num_rounds in range(MAX_NUM_ROUNDS):
         if num_rounds >= MIN_NUM_ROUNDS and clock() - start_s > CALIBRATION_S:
             break
-        time_pass(small)
-        time_pass(large)
-    budget = min(_budget(small, fastest[small], large, fastest[large]), ceiling) // GRANULE_TOKENS * GRANULE_TOKENS
-    if budget < min(MIN_TOKEN_BUDGET, ceiling):
+        for kind in kinds:
+            time_pass(kind)
+    costs = fit_step_costs([(one.work, seconds) for one, seconds in fastest.items()])
+    if fastest[large] / large.num_tokens > SLOW_TOKEN_S:
         logger.warning(
-            "%d tokens take %.0f ms: the machine is busy or slow, and full steps of %d tokens will take more than "
-            "%.0f ms; set max_num_batched_tokens to choose the token budget yourself",
-            large,
+            "%d tokens take %.0f ms: the machine is busy or slow, and prompts will be",
+            large.num_tokens,
             fastest[large] * 1000,
-            MIN_TOKEN_BUDGET,
-            FULL_STEP_S * 1000,
         )
-    return max(budget, MIN_TOKEN_BUDGET)
+    return costs
 
 
-def _budget(small: int, small_s: float, large: int, large_s: float) -> int:
-    """Where the line through two timings meets FULL_STEP_S, at most 2 x large: steps grow faster than a line."""
-    # A disturbed `small` pass flattens the line; half of the mean cost per token is the least that is believed.
-    token_s = max((large_s - small_s) / max(large - small, 1), large_s / large / 2, 1e-9)
-    return min(large + int((FULL_STEP_S - large_s) / token_s), 2 * large)
-
-
-def _calibration_batch(program: Program, num_tokens: int, num_rows: int, facts: EngineFacts) -> ForwardBatch:
-    block_ids = np.arange(-(-num_tokens // facts.block_size), dtype=np.int32)
-    table = BlockTables(block_ids, np.zeros(1, dtype=np.int64))
+def _batch_of(one: _Pass, program: Program, block_size: int) -> ForwardBatch:
+    num_rows, num_tokens = one.num_sequences, one.num_tokens
+    kv_len = one.num_context + num_tokens
+    blocks_each = -(-kv_len // block_size)
+    table = BlockTables(
+        np.arange(num_rows * blocks_each, dtype=np.int32), np.arange(num_rows, dtype=np.int64) * blocks_each
+    )
+    ends = np.arange(1, num_rows + 1, dtype=np.int32) * num_tokens
     return ForwardBatch(
-        token_ids=np.arange(num_tokens, dtype=np.int32) % program.vocab_size,
-        positions=np.arange(num_tokens, dtype=np.int32),
-        query_indptr=np.array([0, num_tokens], dtype=np.int32),
-        kv_lens=np.array([num_tokens], dtype=np.int32),
+        token_ids=np.arange(num_rows * num_tokens, dtype=np.int32) % program.vocab_size,
+        positions=np.tile(np.arange(one.num_context, kv_len, dtype=np.int32), num_rows),
+        query_indptr=np.concatenate([np.zeros(1, dtype=np.int32), ends]),
+        kv_lens=np.full(num_rows, kv_len, dtype=np.int32),
         tables=(table,) * len(program.cache_groups),
-        out_rows=np.arange(num_tokens - num_rows, num_tokens, dtype=np.int32),
+        out_rows=ends - 1,
     )

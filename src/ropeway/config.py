@@ -10,10 +10,12 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from ropeway.core.admission import AdmissionName
+from ropeway.core.timed_pacing import Objective
 from ropeway.errors import ConfigError, OutOfMemoryError
 
 Batching = Literal["continuous", "static", "static-padded"]
@@ -22,7 +24,8 @@ SchedulingPolicy = Literal["vtc", "fcfs", "priority", "spf"]
 
 FREE_MEMORY_SHARE = 0.5
 MAX_DEFAULT_KV_BYTES = 2 << 30
-MAX_DEFAULT_NUM_SEQS = 128
+DEFAULT_NUM_SEQS = 128
+DEFAULT_NUM_BATCHED_TOKENS = 2048
 # Weights are repacked: at most 1.15 x the file (docs/architecture.md); scratch buffers and the interpreter take the
 # rest.
 PACKED_WEIGHTS_RATIO = 1.15
@@ -36,8 +39,13 @@ class EngineConfig:
     """What the user asks of an engine; keyword arguments of `LLM` and flags of `ropeway serve` have these names.
 
     max_model_len: most tokens (prompt and output) of one sequence; None is the model's own context.
-    max_num_seqs: most sequences running at once; None is the token budget of a step, at most 128.
-    max_num_batched_tokens: most tokens one step computes; None calibrates at load for steps of at most 100 ms.
+    max_num_seqs: most sequences running at once.
+    max_num_batched_tokens: most tokens one step computes, however little time they would take.
+    objective: how long steps may be for the sake of prompts, while others are answered: `balanced`, `throughput`,
+        `latency`.
+    slo_ttft_ms, slo_tpot_ms: targets for the time to the first token, and per token after it; None for none.
+    admission: with what memory a sequence boards: `predictive` (as lengths learned of late let expect), `reserve`
+        (prompt + max_tokens), `optimistic` (what is known).
     block_size: tokens per KV block.
     num_kv_blocks / kv_cache_memory: size of the KV pool in blocks, or in bytes (an int, or text such as "512M", "2G");
         with neither it is half of the free memory, at most 2 GiB, at most what max_num_seqs full contexts could use.
@@ -58,8 +66,12 @@ class EngineConfig:
     """
 
     max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    max_num_seqs: int = DEFAULT_NUM_SEQS
+    max_num_batched_tokens: int = DEFAULT_NUM_BATCHED_TOKENS
+    objective: Objective = "balanced"
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    admission: AdmissionName = "optimistic"
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | str | None = None
@@ -84,6 +96,11 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         _check_positive("block_size", self.block_size)
+        for name in ("slo_ttft_ms", "slo_tpot_ms"):
+            if getattr(self, name) is not None:
+                _check_time(name, getattr(self, name))
+        _check_choice("objective", self.objective, get_args(Objective))
+        _check_choice("admission", self.admission, get_args(AdmissionName))
         _check_choice("batching", self.batching, get_args(Batching))
         _check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _check_span("priority_aging_s", self.priority_aging_s, low=0.0, high=86_400.0)
@@ -131,12 +148,16 @@ class EngineFacts:
     """An `EngineConfig` made concrete for one model and one machine.
 
     max_model_len: the effective context: the least of what was asked, what the model has, and what the KV pool holds.
-    max_num_batched_tokens, max_num_seqs: see `with_token_budget`. warnings: one line each, for the log at start.
+    slo_ttft_s, slo_tpot_s: the latency targets. warnings: one line each, for the log at start.
     """
 
     max_model_len: int
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    objective: Objective
+    slo_ttft_s: float | None
+    slo_tpot_s: float | None
+    admission: AdmissionName
     block_size: int
     num_kv_blocks: int
     kv_cache_bytes: int
@@ -151,14 +172,6 @@ class EngineFacts:
     decision_log_bytes: int
     served_model_names: tuple[str, ...]
     warnings: tuple[str, ...] = ()
-
-    def with_token_budget(self, calibrated_tokens: int) -> EngineFacts:
-        """These facts with what was left open filled in from a calibration: the token budget, and the sequences it
-        feeds.
-        """
-        budget = self.max_num_batched_tokens or max(calibrated_tokens, self.max_num_seqs or 1)
-        num_seqs = self.max_num_seqs or min(budget, MAX_DEFAULT_NUM_SEQS)
-        return replace(self, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
 
 
 def resolve(config: EngineConfig, model: ModelFacts, free_memory_bytes: int) -> EngineFacts:
@@ -187,6 +200,10 @@ def resolve(config: EngineConfig, model: ModelFacts, free_memory_bytes: int) -> 
         max_model_len=min(wanted_len, num_slots),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        objective=config.objective,
+        slo_ttft_s=None if config.slo_ttft_ms is None else config.slo_ttft_ms / 1000,
+        slo_tpot_s=None if config.slo_tpot_ms is None else config.slo_tpot_ms / 1000,
+        admission=config.admission,
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
         kv_cache_bytes=num_kv_blocks * block_bytes,
@@ -226,7 +243,7 @@ def _num_kv_blocks(config: EngineConfig, model: ModelFacts, context: int, free_m
             )
     else:
         share_bytes = min(int(free_bytes * FREE_MEMORY_SHARE), MAX_DEFAULT_KV_BYTES)
-        most_usable = (config.max_num_seqs or MAX_DEFAULT_NUM_SEQS) * -(-context // config.block_size)
+        most_usable = config.max_num_seqs * -(-context // config.block_size)
         num_blocks = max(1, min(share_bytes // block_bytes, most_usable))
     if num_blocks * block_bytes > free_bytes:
         raise OutOfMemoryError(
@@ -322,6 +339,12 @@ def _check_positive(name: str, value: object) -> None:
 def _check_span(name: str, value: object, *, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
+
+
+def _check_time(name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number of milliseconds above 0, not {value!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

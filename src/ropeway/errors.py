@@ -46,7 +46,11 @@ class UnknownModelError(RopewayError):
 
 
 class OverloadedError(RopewayError):
-    """Refused at the door; trying again later may succeed."""
+    """Refused at the door; trying again later may succeed. `retry_after_s`: how much later, where it is known."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineStoppedError(RopewayError):

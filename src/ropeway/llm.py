@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from ropeway.backends.batch import Backend
-from ropeway.calibration import FULL_STEP_S, calibrate_token_budget
+from ropeway.calibration import calibrate_step_costs
 from ropeway.catalog import CATALOG, DEFAULT_MODEL, resolve_model
 from ropeway.config import EngineConfig, EngineFacts, ModelFacts, free_memory_bytes, resolve
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
+from ropeway.core.step_time import NO_COSTS, StepCosts
 from ropeway.engine.async_engine import AsyncEngine, OutputStream
 from ropeway.engine.decision_log_file import DecisionLogFile
 from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
@@ -66,7 +67,7 @@ class LoadedEngine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedModel:
-    """A model in memory, its weights packed, whose token budget is not settled yet."""
+    """A model in memory, its weights packed, whose steps have not been timed yet."""
 
     model: Model
     builder: RequestBuilder
@@ -109,21 +110,20 @@ def prepare_model(model: ModelSource, config: EngineConfig) -> PreparedModel:
 
 
 def finish_engine(prepared: PreparedModel) -> LoadedEngine:
-    """The rest of `load_engine`: settles the token budget, by timing steps where `facts` leave it open; wants a quiet
-    machine for that.
-    """
+    """The rest of `load_engine`: times steps, so that they can be paced from the first on; wants a quiet machine."""
     program, facts = prepared.model.program, prepared.facts
-    if facts.max_num_batched_tokens is None:
-        start_s = time.monotonic()
-        budget = calibrate_token_budget(prepared.backend, program, facts)
-        taken_s = time.monotonic() - start_s
-        logger.info("token budget %d: calibrated in %.2f s for steps of %g s", budget, taken_s, FULL_STEP_S)
-    else:
-        budget = facts.max_num_batched_tokens
-    facts = facts.with_token_budget(budget)
+    start_s = time.monotonic()
+    costs = calibrate_step_costs(prepared.backend, program, facts)
+    logger.info(
+        "a step costs %.1f ms and %.2f ms per token: timed in %.2f s",
+        costs.fixed_s * 1000,
+        costs.token_s * 1000,
+        time.monotonic() - start_s,
+    )
     num_cache_groups = len(program.cache_groups)
-    decision_log = open_decision_log(facts, num_cache_groups=num_cache_groups)
-    engine = make_engine(prepared.backend, facts, num_cache_groups=num_cache_groups, decision_log=decision_log)
+    recipe = scheduler_recipe(facts, num_cache_groups=num_cache_groups, costs=costs)
+    decision_log = open_decision_log(facts, recipe)
+    engine = make_engine(prepared.backend, recipe, decision_log)
     return LoadedEngine(engine, prepared.builder, prepared.backend, facts, prepared.path, decision_log)
 
 
@@ -173,9 +173,11 @@ def make_backend(model: Model, facts: EngineFacts) -> Backend:
     )
 
 
-def scheduler_recipe(facts: EngineFacts, *, num_cache_groups: int = 1) -> SchedulerRecipe:
-    """The part of the facts, which have their token budget, that decides the schedule."""
-    assert facts.max_num_seqs is not None and facts.max_num_batched_tokens is not None
+def scheduler_recipe(
+    facts: EngineFacts, *, num_cache_groups: int = 1, costs: StepCosts | None = None
+) -> SchedulerRecipe:
+    """The part of the facts that decides the schedule. costs: of a step, at first; None paces by tokens only."""
+    costs = costs or NO_COSTS
     return SchedulerRecipe(
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
@@ -187,27 +189,32 @@ def scheduler_recipe(facts: EngineFacts, *, num_cache_groups: int = 1) -> Schedu
         scheduling_policy=facts.scheduling_policy,
         priority_aging_s=facts.priority_aging_s,
         background_share=facts.background_share,
+        admission=facts.admission,
+        objective=facts.objective,
+        slo_ttft_s=facts.slo_ttft_s,
+        slo_tpot_s=facts.slo_tpot_s,
+        step_fixed_s=costs.fixed_s,
+        step_token_s=costs.token_s,
+        step_later_token_s=costs.later_token_s,
+        step_pair_s=costs.pair_s,
+        step_row_s=costs.row_s,
     )
 
 
-def open_decision_log(facts: EngineFacts, *, num_cache_groups: int = 1) -> DecisionLogFile | None:
+def open_decision_log(facts: EngineFacts, recipe: SchedulerRecipe) -> DecisionLogFile | None:
     """The log that `facts` ask for. Raises ConfigError where it cannot be written."""
     if facts.decision_log is None:
         return None
-    values = scheduler_recipe(facts, num_cache_groups=num_cache_groups).to_values()
-    return DecisionLogFile(Path(facts.decision_log), values, facts.decision_log_bytes)
+    return DecisionLogFile(Path(facts.decision_log), recipe.to_values(), facts.decision_log_bytes)
 
 
-def make_engine(
-    backend: Backend, facts: EngineFacts, *, num_cache_groups: int = 1, decision_log: DecisionLogFile | None = None
-) -> Engine:
-    """An engine on a backend; `facts` have their token budget."""
-    recipe = scheduler_recipe(facts, num_cache_groups=num_cache_groups)
+def make_engine(backend: Backend, recipe: SchedulerRecipe, decision_log: DecisionLogFile | None = None) -> Engine:
+    """An engine on a backend, with a scheduler made from `recipe`."""
     runner = Runner(
         backend,
         max_num_seqs=recipe.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        num_cache_groups=num_cache_groups,
+        max_model_len=recipe.max_model_len,
+        num_cache_groups=recipe.num_cache_groups,
     )
     if decision_log is None:
         return Engine(recipe.make(), runner, time.monotonic)
@@ -281,7 +288,7 @@ class LLM:
         Leaving the iterator early aborts what is running.
         """
         builder, engine = self._loaded.builder, self._loaded.engine
-        most_open = QUEUE_DEPTH_RATIO * (self.facts.max_num_seqs or 1)
+        most_open = QUEUE_DEPTH_RATIO * (self.facts.max_num_seqs)
         source = enumerate(items)
         run = _OfflineRun(engine, builder.tokenizer)
         try:

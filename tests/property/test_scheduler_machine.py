@@ -12,8 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ropeway.core.admission import OptimisticAdmission, ReserveAdmission
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
+from ropeway.core.pacing import FixedTokenBudget, Pacing
 from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler
+from ropeway.core.step_time import StepCosts
+from ropeway.core.timed_pacing import PacingTargets, TimedPacing
 from ropeway.errors import InvalidRequestError, RequestTooLargeError
 from support.scheduling import STOP_TOKEN_ID, PlanModel, make_request, make_scheduler, sampled_ids
 
@@ -23,6 +26,15 @@ BATCHINGS: dict[str, Callable[[], Batching]] = {
     "continuous, reserve": lambda: ContinuousBatching(ReserveAdmission()),
     "static": StaticBatching,
     "static-padded": lambda: StaticBatching(is_padded=True),
+}
+
+
+COSTS = StepCosts(0.5, 0.25, 0.25, 0.01, 0.1)  # some steps have no room for one token of a prompt
+PACINGS: dict[str, Callable[[int], Pacing]] = {
+    "tokens": FixedTokenBudget,
+    "balanced": lambda budget: TimedPacing(PacingTargets(max_num_tokens=budget), COSTS),
+    "latency": lambda budget: TimedPacing(PacingTargets(max_num_tokens=budget, objective="latency"), COSTS),
+    "tpot": lambda budget: TimedPacing(PacingTargets(max_num_tokens=budget, tpot_s=0.9), COSTS),
 }
 
 
@@ -36,6 +48,7 @@ class Shape:
     max_num_seqs: int
     num_groups: int
     batching: str
+    pacing: str
 
     def make(self) -> Scheduler:
         return make_scheduler(
@@ -45,6 +58,7 @@ class Shape:
             max_num_seqs=self.max_num_seqs,
             num_groups=self.num_groups,
             batching=BATCHINGS[self.batching](),
+            pacing=PACINGS[self.pacing](self.budget),
         )
 
 
@@ -56,6 +70,7 @@ SHAPES = st.builds(
     max_num_seqs=st.integers(1, 4),
     num_groups=st.integers(1, 2),
     batching=st.sampled_from(sorted(BATCHINGS)),
+    pacing=st.sampled_from(sorted(PACINGS)),
 )
 
 

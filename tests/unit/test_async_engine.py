@@ -16,7 +16,7 @@ from ropeway.core.params import Request, SamplingParams
 from ropeway.engine.async_engine import AsyncEngine
 from ropeway.engine.engine import Engine
 from ropeway.errors import EngineStoppedError, RequestTooLargeError
-from ropeway.llm import make_engine
+from ropeway.llm import make_engine, scheduler_recipe
 from ropeway.model.gguf import GgufFile
 from ropeway.text.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def tokenizer(tiny_model_path: Path) -> Tokenizer:
 def engine_on(backend: FakeBackend) -> Engine:
     config = EngineConfig(num_kv_blocks=NUM_BLOCKS, max_num_batched_tokens=64, max_num_seqs=8)
     model = ModelFacts(name="fake", context_length=400, kv_bytes_per_token=4, weights_bytes=0)
-    return make_engine(backend, resolve(config, model, 1 << 40))
+    return make_engine(backend, scheduler_recipe(resolve(config, model, 1 << 40)))
 
 
 def request(request_id: str, max_tokens: int = 20, n: int = 1, prompt: tuple[int, ...] = PROMPT) -> Request:

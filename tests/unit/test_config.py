@@ -88,19 +88,10 @@ def test_served_names() -> None:
     assert resolve(EngineConfig(served_model_name=["a", "b/c"]), MODEL, 64 * GIB).served_model_names == ("a", "b/c")
 
 
-@pytest.mark.parametrize(
-    ("asked", "calibrated", "expected"),
-    [
-        ({}, 80, (80, 80)),
-        ({}, 1000, (1000, 128)),
-        ({"max_num_seqs": 300}, 80, (300, 300)),
-        ({"max_num_batched_tokens": 50}, 80, (50, 50)),
-        ({"max_num_batched_tokens": 16, "max_num_seqs": 64}, 80, (16, 64)),
-    ],
-)
-def test_token_budget(asked: dict[str, object], calibrated: int, expected: tuple[int, int]) -> None:
-    facts = resolve(EngineConfig.from_options(asked), MODEL, 64 * GIB).with_token_budget(calibrated)
-    assert (facts.max_num_batched_tokens, facts.max_num_seqs) == expected
+def test_latency_targets_turn_into_seconds() -> None:
+    facts = resolve(EngineConfig(slo_ttft_ms=1500, slo_tpot_ms=40.0, objective="latency"), MODEL, 64 * GIB)
+    assert (facts.slo_ttft_s, facts.slo_tpot_s, facts.objective) == (1.5, 0.04, "latency")
+    assert resolve(EngineConfig(), MODEL, 64 * GIB).slo_tpot_s is None
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.async_engine": {"core", "engine", "text", "outputs"},
     "catalog": set(),
     "config": {"core"},
-    "calibration": {"model", "backends", "config"},
+    "calibration": {"core", "model", "backends", "config"},
     "llm": {
         "core", "text", "model", "backends", "engine", "config", "catalog", "inputs", "outputs", "calibration",
         "machine_limits",

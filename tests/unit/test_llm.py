@@ -218,10 +218,14 @@ def test_head_beyond_the_vocabulary_is_refused(tiny_model_path: Path, tmp_path: 
         LLM(path, **OPTIONS)
 
 
-def test_calibration_finds_a_budget(tiny_model_path: Path) -> None:
-    facts = LLM(tiny_model_path, num_kv_blocks=64).facts
-    assert facts.max_num_batched_tokens is not None and 64 <= facts.max_num_batched_tokens <= 512
-    assert facts.max_num_seqs == min(facts.max_num_batched_tokens, 128)
+def test_steps_are_paced_by_what_was_timed_at_load(tiny_model_path: Path) -> None:
+    llm = LLM(tiny_model_path, num_kv_blocks=64, slo_tpot_ms=5000.0)
+    before = llm.stats().pacing
+    assert before is not None and before.costs.token_s > 0 and before.tpot_s == 5.0
+    llm.generate(["x", "y"], SamplingParams(max_tokens=4, ignore_eos=True))
+    after = llm.stats().pacing
+    assert after is not None and after.predicted_s > 0 and after.achieved_s > 0
+    assert (after.num_answers, after.num_in_tpot) == (2, 2)
 
 
 @pytest.mark.parametrize("batching", ["static", "static-padded"])

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -165,7 +165,7 @@ class _Driver:
         self._tokenizer = prepared.builder.tokenizer
         self._builder = prepared.builder
         facts, num_groups = prepared.facts, len(prepared.model.program.cache_groups)
-        facts = facts.with_token_budget(max(FILL_TOKENS, batch + options.prefill_tokens))
+        facts = replace(facts, max_num_batched_tokens=max(FILL_TOKENS, batch + options.prefill_tokens))
         recipe = scheduler_recipe(facts, num_cache_groups=num_groups)
         self.watch = StopWatch()
         self.plans = _PlanCounter(recipe.make())

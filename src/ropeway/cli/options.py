@@ -10,6 +10,10 @@ ENGINE_OPTIONS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "objective",
+    "slo_ttft_ms",
+    "slo_tpot_ms",
+    "admission",
     "block_size",
     "num_kv_blocks",
     "kv_cache_memory",
@@ -37,10 +41,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--max-model-len", type=int, metavar="TOKENS", help="context of one sequence, prompt and output together, "
         "tokens; default: the model's own; less lets the KV pool hold more sequences")  # fmt: skip
-    add("--max-num-seqs", type=int, metavar="N", help="most sequences running at once; default: the token budget, at "
-        "most 128; more raises throughput and the time per token")  # fmt: skip
-    add("--max-num-batched-tokens", type=int, metavar="TOKENS", help="token budget of one step; default: calibrated at "
-        "start for steps of at most 100 ms; more speeds prompts up and makes running answers stutter")  # fmt: skip
+    add("--max-num-seqs", type=int, metavar="N", help="most sequences running at once; default: 128; fewer bound the "
+        "time per token")  # fmt: skip
+    add("--max-num-batched-tokens", type=int, metavar="TOKENS", help="most tokens one step computes, however little "
+        "time they take; default: 2048; steps are bounded in time by --objective")  # fmt: skip
+    add("--objective", choices=("balanced", "throughput", "latency"), help="how long steps may be for the sake of "
+        "prompts while others are answered: balanced (default) keeps gaps between tokens within 2.5 times their "
+        "usual, latency within 1.5, throughput lets them grow")  # fmt: skip
+    add("--slo-ttft-ms", type=float, metavar="MS", help="target for the time to the first token; requests that could "
+        "not meet it are refused with 503; default: none")  # fmt: skip
+    add("--slo-tpot-ms", type=float, metavar="MS", help="target for the time per token after the first; bounds steps "
+        "and how many run; default: none")  # fmt: skip
+    add("--admission", choices=("predictive", "reserve", "optimistic"), help="with what memory a request starts: as "
+        "the lengths of late answers let expect (default), prompt and max_tokens, or only what it has now")  # fmt: skip
     add("--block-size", type=int, metavar="TOKENS", help="tokens per KV block; default: 16; less wastes less memory "
         "at the end of each sequence")  # fmt: skip
     pool = group.add_mutually_exclusive_group()

@@ -90,6 +90,16 @@ def run_serve(args: argparse.Namespace) -> int:
     return 0 if is_orderly else 1
 
 
+def _pacing_line(facts: EngineFacts) -> str:
+    targets = [
+        f"{name} {target_s * 1000:g} ms"
+        for name, target_s in (("TTFT", facts.slo_ttft_s), ("TPOT", facts.slo_tpot_s))
+        if target_s is not None
+    ]
+    held = f", targets: {', '.join(targets)}" if targets else ""
+    return f"{facts.objective}, at most {facts.max_num_batched_tokens} tokens, {facts.max_num_seqs} sequences{held}"
+
+
 def greeting(url: str, facts: EngineFacts) -> str:
     """What `serve` prints once it accepts connections."""
     num_slots = facts.num_kv_blocks * facts.block_size
@@ -99,7 +109,7 @@ def greeting(url: str, facts: EngineFacts) -> str:
         f"  context       {facts.max_model_len} tokens, prompt and output together\n"
         f"  KV pool       {facts.num_kv_blocks} blocks of {facts.block_size}: {num_slots} tokens, "
         f"{format_bytes(facts.kv_cache_bytes)}\n"
-        f"  token budget  {facts.max_num_batched_tokens} tokens per step, at most {facts.max_num_seqs} sequences\n"
+        f"  steps         {_pacing_line(facts)}\n"
         f"Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
         '-d \'{"messages": [{"role": "user", "content": "What is a ropeway?"}]}\''

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.sequence import Sequence
 from ropeway.errors import ConfigError
+
+AdmissionName = Literal["reserve", "optimistic"]
 
 
 class Admission(Protocol):

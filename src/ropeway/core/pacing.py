@@ -8,22 +8,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ropeway.core.params import MAX_COUNT
 from ropeway.core.plan import StepPlan
+from ropeway.core.sequence import Sequence
+from ropeway.core.stats import PacingStats
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLoad:
-    """The rows of a step that are in it whatever else is: num_rows of one token each, which attend to
-    num_context_tokens positions in all. num_waiting: sequences that wait, or prefill.
+class StepLoad:
+    """What asks for a place in a step.
+
+    num_rows, of one token each, which attend to num_context_tokens positions in all, are in it whatever else is.
+    num_prefilling_tokens: yet to be computed for sequences that prefill. num_queued_tokens: for those that wait.
+    longest_wait_s: since the first of these arrived, in policy order.
     """
 
     num_rows: int
     num_context_tokens: int
-    num_waiting: int
+    num_prefilling_tokens: int = 0
+    num_queued_tokens: int = 0
+    longest_wait_s: float = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Yet to be computed before everybody has a first token."""
+        return self.num_prefilling_tokens + self.num_queued_tokens
 
 
 class StepBudget(Protocol):
-    """What is left of one step."""
+    """What is left of one step. max_num_running: who may run after it, for the targets' sake."""
+
+    @property
+    def max_num_running(self) -> int: ...
 
     def num_prefill_tokens(self, start: int) -> int:
         """How many more tokens fit, for a sequence whose first `start` tokens are computed."""
@@ -42,11 +58,23 @@ class Pacing(Protocol):
     def max_num_running(self) -> int:
         """Most sequences that may run: no more than a step has room to decode."""
 
-    def begin_step(self, load: DecodeLoad, now_s: float) -> StepBudget:
+    def begin_step(self, load: StepLoad, now_s: float) -> StepBudget:
         """The budget of the step being planned."""
+
+    def check_arrival(self, num_tokens: int, num_queued_tokens: int) -> None:
+        """A prompt of num_tokens arrives behind num_queued_tokens that wait. Raises OverloadedError to refuse it."""
 
     def on_computed(self, plan: StepPlan, step_s: float) -> None:
         """A step was computed, in step_s seconds from plan to commit."""
+
+    def on_first_token(self, sequence: Sequence, now_s: float) -> None:
+        """A sequence got its first token."""
+
+    def on_finished(self, sequence: Sequence, now_s: float) -> None:
+        """A sequence ended with the token it just got."""
+
+    def stats(self) -> PacingStats | None:
+        """What it expects and sees; None where it looks at nothing."""
 
 
 class FixedTokenBudget:
@@ -59,11 +87,23 @@ class FixedTokenBudget:
     def max_num_running(self) -> int:
         return self._num_tokens  # so decodes never use up the budget that a prefill waits for
 
-    def begin_step(self, load: DecodeLoad, now_s: float) -> StepBudget:
+    def begin_step(self, load: StepLoad, now_s: float) -> StepBudget:
         return TokensLeft(self._num_tokens - load.num_rows)
+
+    def check_arrival(self, num_tokens: int, num_queued_tokens: int) -> None:
+        pass
 
     def on_computed(self, plan: StepPlan, step_s: float) -> None:
         pass
+
+    def on_first_token(self, sequence: Sequence, now_s: float) -> None:
+        pass
+
+    def on_finished(self, sequence: Sequence, now_s: float) -> None:
+        pass
+
+    def stats(self) -> None:
+        return None
 
 
 class TokensLeft:
@@ -71,6 +111,10 @@ class TokensLeft:
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
+
+    @property
+    def max_num_running(self) -> int:
+        return MAX_COUNT
 
     def num_prefill_tokens(self, start: int) -> int:
         return self._num_tokens

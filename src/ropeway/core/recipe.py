@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
-from ropeway.core.admission import OptimisticAdmission
+from ropeway.core.admission import Admission, AdmissionName, OptimisticAdmission, ReserveAdmission
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
 from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import SchedulerLimits
+from ropeway.core.pacing import FixedTokenBudget, Pacing
 from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, ShortestPrefillFirst
 from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.scheduler import Scheduler
+from ropeway.core.step_time import NO_COSTS, StepCosts
+from ropeway.core.timed_pacing import Objective, PacingTargets, TimedPacing
 from ropeway.core.waiting_line import WaitingLine
 from ropeway.errors import ConfigError
 
@@ -30,9 +33,12 @@ WATERMARK_DIVISOR = 100
 class SchedulerRecipe:
     """max_num_seqs, max_num_batched_tokens, max_model_len: see `SchedulerLimits`.
     num_kv_blocks, block_size: of each of the num_cache_groups. batching: continuous, static or static-padded.
+    admission: of continuous batching; the static ways reserve.
     has_prefix_cache: equal blocks are shared.
     scheduling_policy: vtc, fcfs, priority or spf; priority_aging_s is that of priority. background_share: see
     `WaitingLine`.
+    objective, slo_ttft_s, slo_tpot_s: see `PacingTargets`. step_x_s: the `StepCosts` that pace steps at first; all 0
+    for a budget of tokens only.
     """
 
     max_num_seqs: int
@@ -46,6 +52,15 @@ class SchedulerRecipe:
     scheduling_policy: str = "vtc"
     priority_aging_s: float = 60.0
     background_share: float = 0.05
+    admission: AdmissionName = "optimistic"
+    objective: Objective = "balanced"
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    step_fixed_s: float = 0.0
+    step_token_s: float = 0.0
+    step_later_token_s: float = 0.0
+    step_pair_s: float = 0.0
+    step_row_s: float = 0.0
 
     def make(self, hasher: BlockHasher | None = None) -> Scheduler:
         """A new scheduler. Raises ConfigError for a value out of range.
@@ -56,7 +71,7 @@ class SchedulerRecipe:
         hasher = (hasher or BlockHasher(self.block_size)) if self.has_prefix_cache else None
         kv = KVManager([self.num_kv_blocks] * self.num_cache_groups, self.block_size, hasher)
         line = WaitingLine(self._policy_maker(), background_share=self.background_share)
-        return Scheduler(limits, kv, line=line, batching=self._make_batching())
+        return Scheduler(limits, kv, line=line, batching=self._make_batching(), pacing=self._make_pacing())
 
     def to_values(self) -> dict[str, Value]:
         """The recipe as a flat mapping, for the header of a decision log."""
@@ -81,10 +96,31 @@ class SchedulerRecipe:
             raise ConfigError(f"scheduling_policy must be one of {', '.join(makers)}, not {self.scheduling_policy!r}")
         return makers[self.scheduling_policy]
 
+    def _make_pacing(self) -> Pacing:
+        costs = StepCosts(
+            self.step_fixed_s, self.step_token_s, self.step_later_token_s, self.step_pair_s, self.step_row_s
+        )
+        if costs == NO_COSTS:
+            if self.slo_ttft_s is not None or self.slo_tpot_s is not None:
+                raise ConfigError("latency targets need step_x_s: the costs of a step")
+            return FixedTokenBudget(self.max_num_batched_tokens)
+        targets = PacingTargets(
+            max_num_tokens=self.max_num_batched_tokens,
+            objective=self.objective,
+            ttft_s=self.slo_ttft_s,
+            tpot_s=self.slo_tpot_s,
+        )
+        return TimedPacing(targets, costs)
+
+    def _make_admission(self) -> Admission:
+        if self.admission == "reserve":
+            return ReserveAdmission()
+        return OptimisticAdmission(self.num_kv_blocks // WATERMARK_DIVISOR)
+
     def _make_batching(self) -> Batching:
         match self.batching:
             case "continuous":
-                return ContinuousBatching(OptimisticAdmission(self.num_kv_blocks // WATERMARK_DIVISOR))
+                return ContinuousBatching(self._make_admission())
             case "static" | "static-padded":
                 return StaticBatching(is_padded=self.batching == "static-padded")
         raise ConfigError(f"batching must be continuous, static or static-padded, not {self.batching!r}")

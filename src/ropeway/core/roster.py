@@ -29,6 +29,7 @@ class Roster:
         self.retained: dict[int, Sequence] = {}
         self.preempted_now_ids: set[int] = set()  # since the step being planned began
         self.num_preempted = 0  # of those in line
+        self.num_queued_tokens = 0  # known tokens of those in line
         self.num_preemptions = 0
         self.num_finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._kv = kv
@@ -58,6 +59,7 @@ class Roster:
         self._requests[request.request_id] = sequences
         for sequence in sequences:
             self.sequences[sequence.sequence_id] = sequence
+            self.num_queued_tokens += sequence.num_tokens
             self.line.push(sequence, now_s)
         return sequences
 
@@ -69,6 +71,7 @@ class Roster:
     def board(self) -> Sequence:
         """The first of the line runs, with the blocks that the admission grants it."""
         sequence = self.line.pop()
+        self.num_queued_tokens -= sequence.num_tokens
         self._kv.board(sequence, self._admission.num_slots(sequence))
         self.num_preempted -= sequence.state is SequenceState.PREEMPTED
         sequence.state = SequenceState.RUNNING
@@ -92,6 +95,7 @@ class Roster:
         sequence.state = SequenceState.PREEMPTED
         sequence.waiting_reason = reason
         self._admission.on_preempted(sequence)
+        self.num_queued_tokens += sequence.num_tokens
         self.line.push(sequence, now_s)
         self._newly_preempted_ids.append(sequence.sequence_id)
         self.preempted_now_ids.add(sequence.sequence_id)
@@ -113,6 +117,7 @@ class Roster:
             del self.running[sequence_id]
         else:
             self.num_preempted -= sequence.state is SequenceState.PREEMPTED
+            self.num_queued_tokens -= sequence.num_tokens
             self.line.remove(sequence)
         if is_running and is_retained:
             sequence.state = SequenceState.RETAINED
@@ -175,6 +180,7 @@ class Roster:
             assert bool(sequence.num_preemptions) == is_preempted, "preempted, or not, against its count"
         self.line.check_invariants(waiting)
         assert self.num_preempted == sum(s.state is SequenceState.PREEMPTED for s in waiting), "preempted miscounted"
+        assert self.num_queued_tokens == sum(s.num_tokens for s in waiting), "tokens in line miscounted"
         assert self._started_ids <= self._requests.keys(), "a request that ended counts as started"
         for state, place in ((SequenceState.RUNNING, self.running), (SequenceState.RETAINED, self.retained)):
             assert all(s.state is state for s in place.values()), f"a sequence among the {state.value} is not"

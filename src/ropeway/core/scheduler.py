@@ -11,7 +11,7 @@ from itertools import compress
 from ropeway.core.batching import Batching, ContinuousBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import SchedulerLimits
-from ropeway.core.pacing import DecodeLoad, FixedTokenBudget, Pacing
+from ropeway.core.pacing import FixedTokenBudget, Pacing, StepLoad
 from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult, TokenLogprobs
 from ropeway.core.plan_builder import Granted, PlanBuilder
@@ -75,6 +75,7 @@ class Scheduler:
         Raises InvalidRequestError for an empty prompt or an id in use, RequestTooLargeError for what could never fit.
         """
         self._limits.check_fits(request, self._kv)
+        self._pacing.check_arrival(len(request.prompt_token_ids), self._roster.num_queued_tokens)
         return self._roster.add(request, now_s)
 
     def plan(self, now_s: float) -> StepPlan | None:
@@ -95,8 +96,7 @@ class Scheduler:
         prefilling = self._plan_decodes(builder)
         for sequence in roster.retained.values() if self._batching.is_padded else ():
             builder.add_padding(sequence)
-        load = DecodeLoad(builder.num_rows, builder.num_context_tokens, len(self._line) + len(prefilling))
-        builder.begin_prefills(self._pacing.begin_step(load, now_s))
+        builder.begin_prefills(self._pacing.begin_step(self._load(builder, prefilling, now_s), now_s))
         self._plan_prefills(builder, prefilling, num_running_before)
         return self._launch(builder, now_s)
 
@@ -128,7 +128,11 @@ class Scheduler:
             if result.logprobs is not None and sequence_id in result.logprobs:
                 event.logprobs = (result.logprobs[sequence_id],)
             events.append(event)
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now_s
+                self._pacing.on_first_token(sequence, now_s)
             if reason is not None:
+                self._pacing.on_finished(sequence, now_s)
                 roster.finish(sequence, reason, is_retained=batching.retains(reason))
         self._num_generation_tokens += len(events) - num_news
         return events + roster.end_all(self._unfinished(result.failed_sequence_ids), "error")
@@ -184,6 +188,7 @@ class Scheduler:
             num_cached_blocks=self._kv.num_cached_blocks,
             num_evicted_blocks=self._kv.num_evicted_blocks,
             num_finished=dict(roster.num_finished),
+            pacing=self._pacing.stats(),
         )
 
     @property
@@ -241,6 +246,15 @@ class Scheduler:
             for victim in victims:
                 roster.preempt(victim, WaitingReason.POLICY, now_s)
 
+    def _load(self, builder: PlanBuilder, prefilling: list[Sequence], now_s: float) -> StepLoad:
+        num_prefilling_tokens = sum([s.num_tokens - s.num_computed_tokens for s in prefilling])
+        first = self._line.first()
+        longest_wait_s = 0.0 if first is None else now_s - first.arrival_s
+        num_queued_tokens = self._roster.num_queued_tokens
+        return StepLoad(
+            builder.num_rows, builder.num_context_tokens, num_prefilling_tokens, num_queued_tokens, longest_wait_s
+        )
+
     def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan one token for each running sequence that decodes; returns those that prefill."""
         decoding: list[Sequence] = []
@@ -291,7 +305,7 @@ class Scheduler:
     def _obstacle(self, sequence: Sequence, builder: PlanBuilder, num_running_before: int) -> WaitingReason | None:
         """Why the first of the line does not board; None where it may."""
         batching, num_running = self._batching, len(self._roster.running)
-        if num_running >= self._max_num_running:
+        if num_running >= min(self._max_num_running, builder.budget.max_num_running):
             return WaitingReason.CAPACITY
         if not batching.may_board(num_running_before, builder.num_tokens_left):
             return WaitingReason.BUDGET if batching.may_board(num_running_before, 1) else WaitingReason.CAPACITY

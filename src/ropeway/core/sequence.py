@@ -47,7 +47,7 @@ class Sequence:
     num_prefill_tokens: tokens known when it was last admitted, or will be; below them it prefills, then it decodes.
     num_recompute_tokens: positions below this were computed before, and lost by preemption.
     num_slots: cache slots its blocks hold. block_ids: one block table per cache group. is_announced: it was in a plan.
-    arrival_s: when it was added, on the clock of whoever drives the scheduler.
+    arrival_s, first_token_s: when it was added, and got its first token, on the clock of whoever drives the scheduler.
     rank: its place in an order that never changes, given once by its policy. waiting_reason: while it waits.
     num_cached_tokens: of its prompt, how many the prefix cache held when it first boarded.
     block_hashes: of its full blocks, as far as known and, behind the prompt, computed; kept when it is preempted.
@@ -70,6 +70,7 @@ class Sequence:
     block_ids: tuple[list[int], ...] = field(init=False, default=())
     is_announced: bool = field(init=False, default=False)
     num_preemptions: int = field(init=False, default=0)
+    first_token_s: float | None = field(init=False, default=None)
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     waiting_reason: WaitingReason = field(init=False, default=WaitingReason.POLICY)
     finish_reason: FinishReason | None = field(init=False, default=None)

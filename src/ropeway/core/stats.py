@@ -6,6 +6,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ropeway.core.params import FinishReason
+from ropeway.core.step_time import StepCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacingStats:
+    """What the pacing expects and sees. Sums since the start, over steps and over sequences.
+
+    costs: of a step, as believed now. ttft_s, tpot_s: the targets. predicted_s, achieved_s: of the steps computed, in
+    all. num_first_tokens, num_in_ttft: sequences that got their first token, those of them within the target;
+    num_answers, num_in_tpot: those that ended with at least 2 tokens. Without a target all count as within it.
+    num_refused: requests at the door. is_overloaded: the last one was. is_tpot_out_of_reach: a step of what decodes,
+    alone, takes longer than the target.
+    """
+
+    costs: StepCosts
+    ttft_s: float | None
+    tpot_s: float | None
+    predicted_s: float
+    achieved_s: float
+    num_first_tokens: int
+    num_in_ttft: int
+    num_answers: int
+    num_in_tpot: int
+    num_refused: int
+    is_overloaded: bool
+    is_tpot_out_of_reach: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +67,4 @@ class EngineStats:
     num_cached_blocks: int
     num_evicted_blocks: int
     num_finished: Mapping[FinishReason, int]
+    pacing: PacingStats | None = None

@@ -24,6 +24,7 @@ from ropeway.core.plan import SequenceEvent
 from ropeway.core.stats import EngineStats
 from ropeway.engine.engine import Engine
 from ropeway.engine.metrics import EngineMetrics, RequestTimes
+from ropeway.engine.target_log import TargetLog
 from ropeway.engine.utilization import CallMeter, Utilization
 from ropeway.errors import EngineStoppedError, InvalidRequestError, RopewayError
 from ropeway.outputs import Assembler, Delta
@@ -88,6 +89,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="ropeway-engine", daemon=True)
         self.stats = engine.stats()
         self.has_failed_last = False
+        self._target_log = TargetLog()
         self.last_step_s = time.monotonic()
         self.utilization = None if meter is None else Utilization(meter, self.last_step_s)
 
@@ -145,6 +147,8 @@ class EngineThread:
         if stats.num_steps != self.stats.num_steps:
             self.has_failed_last = stats.num_failed_steps != self.stats.num_failed_steps
         self.stats = stats
+        if stats.pacing is not None:
+            self._target_log.observe(stats.pacing)
         self.last_step_s = now_s
         if events or rejected or started:
             self._deliver(StepNews(now_s, events, started, rejected))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import orjson
 from starlette.responses import Response
 
@@ -59,4 +61,7 @@ def error_json(message: str, error_type: str, param: str | None, code: str | Non
 
 def error_response(error: Exception) -> Response:
     status, body = error_body(error)
-    return Response(body, status_code=status, media_type=JSON, headers=_HEADERS.get(status))
+    headers = _HEADERS.get(status)
+    if isinstance(error, OverloadedError):
+        headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1)))}
+    return Response(body, status_code=status, media_type=JSON, headers=headers)

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ropeway.core.params import FinishReason
-from ropeway.core.stats import EngineStats
+from ropeway.core.stats import EngineStats, PacingStats
 from ropeway.engine.metrics import Histogram
 from ropeway.engine.utilization import Usage, Utilization
 from ropeway.llm import AsyncLLM
@@ -64,9 +64,29 @@ class EngineCollector(Collector):
             "e2e_request_latency_seconds", "From arrival to the end of a sequence.", metrics.e2e_request_latency_s
         )
 
+        if stats.pacing is not None:
+            yield from self._pacing(stats.pacing)
         utilization = self._llm.engine.utilization
         if utilization is not None:
             yield from self._utilization(utilization, stats)
+
+    def _pacing(self, pacing: PacingStats) -> Iterable[Metric]:
+        yield self._counter("step_predicted_seconds", "What steps were predicted to take.", pacing.predicted_s)
+        yield self._counter("step_achieved_seconds", "What those steps took.", pacing.achieved_s)
+        for name, target_s, num_all, num_in in (
+            ("ttft", pacing.ttft_s, pacing.num_first_tokens, pacing.num_in_ttft),
+            ("tpot", pacing.tpot_s, pacing.num_answers, pacing.num_in_tpot),
+        ):
+            if target_s is None:
+                continue
+            yield self._gauge(f"slo_{name}_seconds", f"The target for {name.upper()}.", target_s)
+            yield self._counter(f"slo_{name}_sequences", f"Sequences that the {name.upper()} target is for.", num_all)
+            yield self._counter(f"slo_{name}_attained", "Those of them that held it.", num_in)
+        yield self._counter("requests_refused", "Refused at the door: a target could not be met.", pacing.num_refused)
+        yield self._gauge("is_overloaded", "1 while requests are refused at the door.", pacing.is_overloaded)
+        yield self._gauge(
+            "is_tpot_out_of_reach", "1 while what is running alone misses the TPOT target.", pacing.is_tpot_out_of_reach
+        )
 
     def _utilization(self, utilization: Utilization, stats: EngineStats) -> Iterable[Metric]:
         now_s = time.monotonic()

@@ -1,0 +1,199 @@
+"""How long a step takes: a linear model with five costs, fitted to steps as they are computed. Knows no queues.
+
+    step_s = fixed_s + token_s x tokens up to KNEE_TOKENS + later_token_s x tokens beyond
+           + pair_s x query-key pairs + row_s x rows of logits
+
+Up to the knee, reading the weights may hide arithmetic, as on an accelerator, or tokens may gain from company, as on a
+processor. Plain floats and no clock: the same observations in the same order give the same predictions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes. num_pairs: the positions that its tokens attend to, summed. num_rows: of logits."""
+
+    num_tokens: int
+    num_pairs: int
+    num_rows: int
+
+
+def num_pairs(start: int, num_tokens: int) -> int:
+    """Query-key pairs of a chunk at positions start .. start + num_tokens - 1: each token attends to itself too."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step whatever is in it, per token below and beyond the knee, per query-key pair, per row of logits.
+
+    None is negative.
+    """
+
+    fixed_s: float
+    token_s: float
+    later_token_s: float
+    pair_s: float
+    row_s: float
+
+    def seconds(self, work: StepWork) -> float:
+        num_tokens = work.num_tokens
+        seconds = self.fixed_s + self.pair_s * work.num_pairs + self.row_s * work.num_rows
+        if num_tokens <= KNEE_TOKENS:
+            return seconds + self.token_s * num_tokens
+        return seconds + self.token_s * KNEE_TOKENS + self.later_token_s * (num_tokens - KNEE_TOKENS)
+
+    def num_chunk_tokens(self, work: StepWork, start: int, left_s: float) -> int:
+        """The longest chunk behind `start` computed positions that adds at most left_s to a step of `work`."""
+        num_early = max(0, KNEE_TOKENS - work.num_tokens)
+        num_tokens = min(num_early, _longest(self.token_s, self.pair_s, start, left_s))
+        if num_tokens < num_early:
+            return num_tokens
+        left_s -= self.token_s * num_tokens + self.pair_s * num_pairs(start, num_tokens)
+        return min(num_tokens + _longest(self.later_token_s, self.pair_s, start + num_tokens, left_s), MAX_CHUNK_TOKENS)
+
+
+NO_COSTS = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _longest(token_s: float, pair_s: float, start: int, seconds: float) -> int:
+    """The most tokens behind `start` with token_s for each and pair_s for each of their pairs within `seconds`."""
+    # n (token_s + pair_s (start + 1/2)) + n^2 pair_s / 2 <= seconds
+    linear = token_s + pair_s * (start + 0.5)
+    if seconds <= 0.0:
+        return 0
+    if linear * MAX_CHUNK_TOKENS <= seconds and pair_s * MAX_CHUNK_TOKENS**2 <= seconds:
+        return MAX_CHUNK_TOKENS
+    # The root in the form that stays exact where pair_s is next to nothing.
+    root = 2 * seconds / (linear + math.sqrt(linear * linear + 2 * pair_s * seconds))
+    return min(MAX_CHUNK_TOKENS, int(root * (1 + 1e-12)))
+
+
+KNEE_TOKENS = 256
+MAX_CHUNK_TOKENS = 1 << 24
+NUM_COSTS = 5
+# What would be plausible for a cost of which the prior holds less, in units of the cost of a token. A pair: heads and
+# layers do on it what thousands of weights do on a token.
+PLAUSIBLE = (1.0, 1.0, 1.0, 1 / 4096, 0.25)
+PRIOR_DEVIATION = 0.5  # of each cost, relative to the prior
+COMMON_DRIFT = 0.003  # of all costs together, per step: the machine's speed changes
+OWN_DRIFT = 0.002  # of each cost by itself, per step
+MAX_DEVIATION = 1.0
+CLIP_DEVIATIONS = 3.0  # an observation moves the model by no more than one this far off would
+NUM_BELIEVED = 4  # this many outliers in a row, to one side, are a change of speed
+CHANGE_OF_SPEED = 0.3  # drift allowed for then
+NOISE_WINDOW = 64  # steps over which the noise is estimated
+MIN_NOISE, MAX_NOISE = 0.02, 0.3  # relative deviation of a step's time
+
+
+class StepTimeModel:
+    """A Kalman filter over the five costs, each as a multiple of its prior, from relative errors.
+
+    The costs drift: mostly together, as when a core is lost, and a little each by itself. So a long run of steps of one
+    kind, which cannot tell the costs apart, scales the others along instead of returning them to the prior. Errors
+    beyond CLIP_DEVIATIONS count as that far off; NUM_BELIEVED of them in a row, to one side, are taken for a change of
+    speed. A cost that would turn negative is conditioned on being 0.
+    """
+
+    def __init__(self, prior: StepCosts) -> None:
+        given = (prior.fixed_s, prior.token_s, prior.later_token_s, prior.pair_s, prior.row_s)
+        assert min(given) >= 0.0 and max(given) > 0.0, f"not the costs of a step: {prior}"
+        token_s = max(prior.token_s, prior.later_token_s, prior.row_s, prior.fixed_s / 1024)
+        self._scales = [max(cost, plausible * token_s) for cost, plausible in zip(given, PLAUSIBLE, strict=True)]
+        self._multiples = [cost / scale for cost, scale in zip(given, self._scales, strict=True)]
+        variance = PRIOR_DEVIATION**2
+        self._covariance = [[variance if i == j else 0.0 for j in range(NUM_COSTS)] for i in range(NUM_COSTS)]
+        self._noise = 0.1**2
+        self._num_outliers = 0  # in a row; negative where steps were faster
+        self.costs = prior
+
+    def observe(self, work: StepWork, step_s: float) -> None:
+        """Learn from a step of `work` that took step_s seconds."""
+        predicted_s = self.costs.seconds(work)
+        if predicted_s <= 0.0 or not 0.0 < step_s < math.inf:
+            return
+        multiples, scales = self._multiples, self._scales
+        f0, f1, f2, f3, f4 = [a * b / predicted_s for a, b in zip(scales, _amounts(work), strict=True)]
+        # All drifting together adds COMMON_DRIFT^2 m m' to the covariance; the features are scaled so that f m = 1.
+        gains = [c0 * f0 + c1 * f1 + c2 * f2 + c3 * f3 + c4 * f4 for c0, c1, c2, c3, c4 in self._covariance]
+        spread = f0 * gains[0] + f1 * gains[1] + f2 * gains[2] + f3 * gains[3] + f4 * gains[4]
+        error = step_s / predicted_s - 1.0
+        limit = CLIP_DEVIATIONS * math.sqrt(spread + COMMON_DRIFT**2 + self._noise)
+        drift = self._common_drift(error, limit) ** 2
+        error = max(-limit, min(limit, error))
+        unexplained = min(max(error * error - spread, MIN_NOISE**2), MAX_NOISE**2)
+        self._noise += (unexplained - self._noise) / NOISE_WINDOW
+        gains = [gain + drift * multiple for gain, multiple in zip(gains, multiples, strict=True)]
+        total = spread + drift + self._noise
+        self._covariance = [
+            [c + drift * m * n - g * h / total for c, n, h in zip(row, multiples, gains, strict=True)]
+            for row, m, g in zip(self._covariance, multiples, gains, strict=True)
+        ]
+        self._multiples = [m + gain * (error / total) for m, gain in zip(multiples, gains, strict=True)]
+        self._bound()
+        self.costs = StepCosts(*[multiple * scale for multiple, scale in zip(self._multiples, scales, strict=True)])
+
+    def _common_drift(self, error: float, limit: float) -> float:
+        """The drift to allow for: far more than usual where outliers keep coming from one side: the speed changed."""
+        if abs(error) <= limit:
+            self._num_outliers = 0
+            return COMMON_DRIFT
+        side = 1 if error > 0 else -1
+        self._num_outliers = self._num_outliers + side if self._num_outliers * side > 0 else side
+        return CHANGE_OF_SPEED if abs(self._num_outliers) >= NUM_BELIEVED else COMMON_DRIFT
+
+    def _bound(self) -> None:
+        """Keep costs from turning negative, and what is not known of them within bounds."""
+        multiples, covariance = self._multiples, self._covariance
+        for i, row in enumerate(covariance):
+            row[i] += OWN_DRIFT**2
+            most = (MAX_DEVIATION * max(1.0, multiples[i])) ** 2
+            if row[i] > most:
+                factor = math.sqrt(most / row[i])
+                for j in range(NUM_COSTS):
+                    covariance[i][j] *= factor
+                    covariance[j][i] *= factor
+        while (least := min(multiples)) < 0.0:
+            i = multiples.index(least)
+            shift = least / covariance[i][i]
+            multiples = [m - row[i] * shift for m, row in zip(multiples, covariance, strict=True)]
+            multiples[i] = 0.0
+            for j in range(NUM_COSTS):  # it is 0 for now, so the others owe it nothing
+                if j != i:
+                    covariance[i][j] = covariance[j][i] = 0.0
+        self._multiples = multiples
+
+
+def _amounts(work: StepWork) -> tuple[int, int, int, int, int]:
+    """How much of each cost a step has."""
+    num_early = min(work.num_tokens, KNEE_TOKENS)
+    return 1, num_early, work.num_tokens - num_early, work.num_pairs, work.num_rows
+
+
+def fit_step_costs(observations: Iterable[tuple[StepWork, float]]) -> StepCosts:
+    """The costs with the least sum of squared relative errors over steps and their seconds; none negative.
+
+    Coordinate descent, of which each move is exact. Where no step went beyond the knee, tokens there cost as below it.
+    """
+    rows: list[list[float]] = []
+    for work, step_s in observations:
+        assert step_s > 0.0, "a step takes time"
+        rows.append([amount / step_s for amount in _amounts(work)])
+    norms = [sum(row[i] ** 2 for row in rows) for i in range(NUM_COSTS)]
+    costs = [0.0] * NUM_COSTS
+    residuals = [1.0] * len(rows)
+    for _ in range(4000):
+        for i in range(NUM_COSTS):
+            if norms[i] == 0.0:
+                continue
+            move = sum(row[i] * residual for row, residual in zip(rows, residuals, strict=True)) / norms[i]
+            cost = max(0.0, costs[i] + move)
+            move, costs[i] = cost - costs[i], cost
+            residuals = [residual - move * row[i] for row, residual in zip(rows, residuals, strict=True)]
+    fixed_s, token_s, later_token_s, pair_s, row_s = costs
+    return StepCosts(fixed_s, token_s, later_token_s if norms[2] else token_s, pair_s, row_s)

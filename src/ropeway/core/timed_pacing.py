@@ -1,0 +1,288 @@
+"""Paces steps by the time they will take: the objective, and latency targets that are held or refused at the door.
+
+Knows no queues, memory or policies; what it learns of steps and requests it is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ropeway.core.pacing import StepLoad
+from ropeway.core.plan import StepPlan
+from ropeway.core.sequence import Sequence
+from ropeway.core.stats import PacingStats
+from ropeway.core.step_time import StepCosts, StepTimeModel, StepWork, num_pairs
+from ropeway.errors import ConfigError, OverloadedError
+
+Objective = Literal["balanced", "throughput", "latency"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """How far an objective lets a step grow while prompts wait.
+
+    decode_factor: a step takes at most this many times what its decodes alone would. least_s: but may always take
+    this long. prefill_s: a step without decodes takes at most this long.
+    """
+
+    decode_factor: float
+    least_s: float
+    prefill_s: float
+
+
+# balanced: ITL p99 within 2.5 x the undisturbed median, less the model's error. Past 0.2 s a step of prompt gains no
+# throughput, and whoever arrives waits for it to end.
+STRETCHES: dict[Objective, Stretch] = {
+    "balanced": Stretch(2.2, 0.0, 0.2),
+    "throughput": Stretch(4.0, 1.0, 1.0),
+    "latency": Stretch(1.3, 0.0, 0.1),
+}
+MAX_STRETCH = 8.0  # of decodes, for the sake of a TTFT target: prompts get 7/8 of the time then
+DOOR_SHARE = 0.8  # of the time, that an arrival may count on for prompts
+MAX_GAP_S = 0.1  # between two steps; a longer one was no part of serving
+MARGIN, MIN_MARGIN, MAX_MARGIN = 0.92, 0.6, 0.97  # of the TPOT target, that a step is planned to take
+MISSED_SHARE = 0.02  # of requests, that the margin is steered to
+MARGIN_GAIN = 0.02
+DECODE_SHARE = 0.95  # of a step, that decodes may fill: the rest lets prompts go on, if slowly
+TTFT_SHARE = 0.7  # of the TTFT target, within which the line is to be served
+RATE_WINDOW_S = 10.0  # over which the speed at which the line is served is measured
+MIN_EVIDENCE_S = 2.0  # of a line that waited, before its measured speed is believed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacingTargets:
+    """max_num_tokens: of a step, whatever they cost. ttft_s, tpot_s: latency targets, None for none.
+
+    Raises ConfigError for a value that is not positive.
+    """
+
+    max_num_tokens: int
+    objective: Objective = "balanced"
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_num_tokens < 1:
+            raise ConfigError(f"a step must be allowed at least 1 token, not {self.max_num_tokens}")
+        for name, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+            if value is not None and not value > 0.0:
+                raise ConfigError(f"{name} must be above 0, not {value}")
+
+
+class TimeBudget:
+    """What is left of one step: seconds by the costs of now, and tokens. max_num_running: places in the batch.
+
+    is_short: not one token fitted for the first who asked. Then nobody else gets any: nobody overtakes.
+    """
+
+    def __init__(self, costs: StepCosts, load: StepLoad, left_s: float, num_tokens_left: int, places: int) -> None:
+        self._costs = costs
+        self._left_s = left_s
+        self._num_tokens_left = num_tokens_left
+        self._num_tokens = self._num_decodes = load.num_rows
+        self.is_short = False
+        self._num_pairs = load.num_context_tokens
+        self._num_rows = load.num_rows
+        self.max_num_running = places
+
+    @property
+    def work(self) -> StepWork:
+        """What the step holds by now."""
+        return StepWork(self._num_tokens, self._num_pairs, self._num_rows)
+
+    def num_prefill_tokens(self, start: int) -> int:
+        if self.is_short:
+            return 0
+        num_tokens = self._costs.num_chunk_tokens(self.work, start, self._left_s - self._costs.row_s)
+        if not self._num_tokens:
+            num_tokens = max(1, num_tokens)  # a step holds something, however long it takes
+        elif not num_tokens and self._num_tokens == self._num_decodes:
+            self.is_short = True
+        return min(num_tokens, self._num_tokens_left)
+
+    def add_prefill(self, start: int, num_tokens: int, is_sampled: bool) -> None:
+        before_s = self._costs.seconds(self.work)
+        self._num_tokens += num_tokens
+        self._num_pairs += num_pairs(start, num_tokens)
+        self._num_rows += is_sampled
+        self._num_tokens_left -= num_tokens
+        self._left_s -= self._costs.seconds(self.work) - before_s
+
+
+class TimedPacing:
+    """Gives each step as much time as the objective and the targets allow, in the costs of a step as learned so far.
+
+    While sequences decode and prompts wait, a step may take `decode_factor` times what its decodes alone take. What
+    does not suffice for one token is saved for the next step, so no prompt waits for ever. A TPOT target instead lets
+    every step take it, less a margin which is steered so that all but MISSED_SHARE of the answers hold it, and lets
+    nobody board with whom the decodes alone would exceed it. A TTFT target stretches steps, within the TPOT target, as
+    far as the line needs to be served in time, and refuses at the door what could not be.
+    """
+
+    def __init__(self, targets: PacingTargets, prior: StepCosts) -> None:
+        self._targets = targets
+        self._stretch = STRETCHES[targets.objective]
+        self._model = StepTimeModel(prior)
+        self._tally = _Tally()
+        self._line = _LineRate()
+        self._load = StepLoad(0, 0, 0)
+        self._budget: TimeBudget | None = None
+        self._begin_s = 0.0
+        self._end_s: float | None = None  # of the last step, where it had decodes
+        self._gap_s = 0.0  # between two steps
+        self._left_s = 0.0  # to prompts, of the last step
+        self._saved_s = 0.0  # of steps that had no room for a single token
+        self._margin = MARGIN
+
+    @property
+    def max_num_running(self) -> int:
+        return self._targets.max_num_tokens
+
+    def check_arrival(self, num_tokens: int, num_queued_tokens: int) -> None:
+        ttft_s = self._targets.ttft_s
+        if ttft_s is None:
+            return
+        num_ahead = num_queued_tokens + self._load.num_prefilling_tokens
+        wait_s = (num_ahead + num_tokens) / max(self._line.tokens_per_s() or self._attainable_rate(), 1e-9)
+        self._tally.is_overloaded = wait_s > ttft_s
+        if wait_s > ttft_s:
+            self._tally.num_refused += 1
+            raise OverloadedError(
+                f"with {num_ahead} prompt tokens ahead the first token would come in about {wait_s:.1f} s, later than "
+                f"the target of {ttft_s:g} s: try again later",
+                retry_after_s=wait_s - ttft_s,
+            )
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, load: StepLoad, now_s: float) -> TimeBudget:
+        if self._end_s is not None and load.num_rows:
+            self._gap_s += (min(max(0.0, now_s - self._end_s), MAX_GAP_S) - self._gap_s) / 32
+        costs = self._model.costs
+        decode_s = costs.seconds(StepWork(load.num_rows, load.num_context_tokens, load.num_rows))
+        left_s = self._limit_s(load, decode_s)
+        if load.num_rows:
+            left_s = max(0.0, left_s - decode_s) + self._saved_s
+        self._left_s = left_s
+        self._begin_s, self._load = now_s, load
+        num_tokens_left = self._targets.max_num_tokens - load.num_rows
+        self._budget = TimeBudget(costs, load, left_s, num_tokens_left, self._num_places(load))
+        return self._budget
+
+    def _limit_s(self, load: StepLoad, decode_s: float) -> float:
+        """How long a step with these decodes, which alone take decode_s, may take."""
+        stretch, targets = self._stretch, self._targets
+        if not load.num_rows:
+            return stretch.prefill_s - self._model.costs.fixed_s
+        if targets.tpot_s is not None:
+            self._tally.is_tpot_out_of_reach = decode_s > targets.tpot_s
+            # Where decodes alone take the whole target, prompts still go on, if slowly: else nobody would board.
+            return max(self._step_target_s(targets.tpot_s), decode_s / DECODE_SHARE)
+        limit_s = max(stretch.decode_factor * decode_s, stretch.least_s)
+        if targets.ttft_s is None or not load.num_prompt_tokens:
+            return limit_s
+        left_s = max(TTFT_SHARE * targets.ttft_s - load.longest_wait_s, 1e-9)
+        needed_share = self._model.costs.token_s * load.num_prompt_tokens / left_s
+        needed_stretch = 1.0 / (1.0 - needed_share) if needed_share < 1.0 else MAX_STRETCH
+        return max(limit_s, decode_s * min(MAX_STRETCH, needed_stretch))
+
+    def _step_target_s(self, tpot_s: float) -> float:
+        return max(MIN_MARGIN / 2 * tpot_s, self._margin * tpot_s - self._gap_s)
+
+    def _num_places(self, load: StepLoad) -> int:
+        """How many may run so that a step of their decodes alone leaves a share of the TPOT target to prompts."""
+        tpot_s, costs = self._targets.tpot_s, self._model.costs
+        if tpot_s is None or not load.num_rows:
+            return self._targets.max_num_tokens
+        decode_s = costs.token_s + costs.row_s + costs.pair_s * load.num_context_tokens / load.num_rows
+        left_s = DECODE_SHARE * self._step_target_s(tpot_s) - costs.fixed_s
+        return max(1, int(left_s / max(decode_s, 1e-12)))
+
+    def on_computed(self, plan: StepPlan, step_s: float) -> None:
+        assert self._budget is not None, "a step that was not begun"
+        load, work = self._load, self._budget.work
+        self._tally.predicted_s += self._model.costs.seconds(work)
+        self._tally.achieved_s += step_s
+        self._model.observe(work, step_s)
+        self._end_s = self._begin_s + step_s if load.num_rows else None
+        num_prefilled = work.num_tokens - load.num_rows
+        self._saved_s = self._left_s if self._budget.is_short else 0.0
+        if load.num_prompt_tokens > num_prefilled:
+            self._line.observe(num_prefilled, step_s)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def on_first_token(self, sequence: Sequence, now_s: float) -> None:
+        self._tally.num_first_tokens += 1
+        ttft_s = self._targets.ttft_s
+        self._tally.num_in_ttft += ttft_s is None or now_s - sequence.arrival_s <= ttft_s
+
+    def on_finished(self, sequence: Sequence, now_s: float) -> None:
+        num_gaps = sequence.num_generated_tokens - 1
+        if sequence.first_token_s is None or num_gaps < 1:
+            return
+        self._tally.num_answers += 1
+        tpot_s = self._targets.tpot_s
+        if tpot_s is None or (now_s - sequence.first_token_s) / num_gaps <= tpot_s:
+            self._tally.num_in_tpot += 1
+            self._margin = min(MAX_MARGIN, self._margin + MARGIN_GAIN * MISSED_SHARE)
+        else:
+            self._margin = max(MIN_MARGIN, self._margin - MARGIN_GAIN * (1 - MISSED_SHARE))
+
+    def stats(self) -> PacingStats:
+        """What it expects and sees."""
+        tally = self._tally
+        return PacingStats(
+            costs=self._model.costs,
+            ttft_s=self._targets.ttft_s,
+            tpot_s=self._targets.tpot_s,
+            predicted_s=tally.predicted_s,
+            achieved_s=tally.achieved_s,
+            num_first_tokens=tally.num_first_tokens,
+            num_in_ttft=tally.num_in_ttft,
+            num_answers=tally.num_answers,
+            num_in_tpot=tally.num_in_tpot,
+            num_refused=tally.num_refused,
+            is_overloaded=tally.is_overloaded,
+            is_tpot_out_of_reach=tally.is_tpot_out_of_reach,
+        )
+
+    def _attainable_rate(self) -> float:
+        """Prompt tokens per second that steps like the last would have room for."""
+        load, costs, tpot_s = self._load, self._model.costs, self._targets.tpot_s
+        share = DOOR_SHARE
+        if tpot_s is not None and load.num_rows:
+            decode_s = costs.seconds(StepWork(load.num_rows, load.num_context_tokens, load.num_rows))
+            share = min(share, max(1.0 - decode_s / self._step_target_s(tpot_s), 1.0 - DECODE_SHARE))
+        return share / max(costs.token_s, 1e-9)
+
+
+class _LineRate:
+    """Prompt tokens per second of late steps in which more waited than was computed, whatever held them up."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._num_tokens = 0.0
+
+    def observe(self, num_tokens: int, step_s: float) -> None:
+        kept = max(0.0, 1.0 - step_s / RATE_WINDOW_S)
+        self._seconds = self._seconds * kept + step_s
+        self._num_tokens = self._num_tokens * kept + num_tokens
+
+    def tokens_per_s(self) -> float | None:
+        """None before enough was seen."""
+        return self._num_tokens / self._seconds if self._seconds >= MIN_EVIDENCE_S else None
+
+
+@dataclass(slots=True)
+class _Tally:
+    predicted_s: float = 0.0
+    achieved_s: float = 0.0
+    num_first_tokens: int = 0
+    num_in_ttft: int = 0
+    num_answers: int = 0
+    num_in_tpot: int = 0
+    num_refused: int = 0
+    is_overloaded: bool = False
+    is_tpot_out_of_reach: bool = False

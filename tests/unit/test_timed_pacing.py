@@ -1,0 +1,219 @@
+"""Steps paced by time, on a scheduler whose clock moves by what its steps cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from ropeway.core.kv_manager import KVManager
+from ropeway.core.pacing import StepLoad
+from ropeway.core.plan import StepPlan, StepResult
+from ropeway.core.scheduler import Scheduler, SchedulerLimits
+from ropeway.core.step_time import StepCosts, StepWork, num_pairs
+from ropeway.core.timed_pacing import PacingTargets, TimedPacing
+from ropeway.errors import ConfigError, OverloadedError
+from support.scheduling import make_request, sampled_ids
+
+COSTS = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4)
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    pairs = sum(num_pairs(start, count) for start, count in zip(plan.starts, plan.num_tokens, strict=True))
+    return StepWork(plan.total_num_tokens, pairs, sum(plan.is_sampled))
+
+
+@dataclass
+class Drive:
+    """A scheduler under `pacing` on a machine of `costs`, which may not be those that the pacing was told."""
+
+    pacing: TimedPacing
+    costs: StepCosts = COSTS
+    now_s: float = 0.0
+    steps: list[tuple[StepPlan, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        limits = SchedulerLimits(256, 2048, 100_000)
+        self.scheduler = Scheduler(limits, KVManager([20_000], 16), pacing=self.pacing)
+
+    def add(self, name: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        self.scheduler.add(make_request(name, num_prompt_tokens, max_tokens), self.now_s)
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.plan(self.now_s)
+        assert plan is not None
+        step_s = self.costs.seconds(work_of(plan))
+        self.now_s += step_s
+        self.steps.append((plan, step_s))
+        ids = sampled_ids(plan)
+        self.scheduler.commit(plan, StepResult(plan.step_id, ids, (1,) * len(ids)), self.now_s)
+        return plan
+
+    def decode_s(self, num_rows: int, context: int = 0) -> float:
+        return self.costs.seconds(StepWork(num_rows, num_rows * context, num_rows))
+
+
+def pacing(prior: StepCosts = COSTS, **targets: object) -> TimedPacing:
+    return TimedPacing(PacingTargets(**{"max_num_tokens": 2048, **targets}), prior)  # type: ignore[arg-type]
+
+
+def decoding(drive: Drive, count: int) -> None:
+    """`count` sequences that decode for long, and nothing else."""
+    for number in range(count):
+        drive.add(f"decoding {number}", 32, 5000)
+    while (plan := drive.step()).num_tokens != (1,) * count or not all(plan.is_sampled):
+        pass
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+@pytest.mark.parametrize("prior", [COSTS, StepCosts(3e-3, 2e-3, 2e-3, 0.0, 0.0)])
+def test_balanced_bounds_steps_and_keeps_prompts_going(count: int, prior: StepCosts) -> None:
+    drive = Drive(pacing(prior))
+    decoding(drive, count)
+    drive.steps.clear()
+    for _ in range(50):
+        drive.step()
+    undisturbed_s = sorted(step_s for _, step_s in drive.steps)[25]
+    drive.add("long", 4000, 1)
+    begin_s = drive.now_s
+    drive.steps.clear()
+    while any(n > 1 for n in drive.step().num_tokens):
+        pass
+    times_s = sorted(step_s for _, step_s in drive.steps)
+    assert times_s[len(times_s) * 99 // 100 - 1] <= 2.5 * undisturbed_s
+    alone_s = COSTS.seconds(StepWork(4000, num_pairs(0, 4000), 1))
+    assert alone_s / (drive.now_s - begin_s) >= 0.4
+
+
+def test_objectives_in_order() -> None:
+    times_s = {}
+    for objective in ("latency", "balanced", "throughput"):
+        drive = Drive(pacing(objective=objective))
+        decoding(drive, 8)
+        drive.add("long", 3000, 1)
+        drive.steps.clear()
+        drive.step()
+        times_s[objective] = drive.steps[0][1] / drive.decode_s(8, 40)
+    assert 1.1 < times_s["latency"] <= 1.35
+    assert 2.0 < times_s["balanced"] <= 2.25
+    assert times_s["throughput"] > 8
+
+
+def test_prompts_alone_get_full_steps_and_never_more_than_the_bound_of_tokens() -> None:
+    drive = Drive(pacing())
+    drive.add("long", 4000, 1)
+    assert drive.step().total_num_tokens > 100 and 0.15 < drive.steps[0][1] <= 0.2
+    fast = StepCosts(1e-3, 1e-6, 1e-6, 0.0, 1e-6)
+    drive = Drive(pacing(fast, max_num_tokens=512), fast)
+    drive.add("long", 4000, 1)
+    assert drive.step().total_num_tokens == 512
+
+
+def test_what_does_not_fit_one_token_is_saved_until_it_does() -> None:
+    """A token far into a long prompt may cost more than a step has left; its turn comes, and nobody overtakes it."""
+    costs = StepCosts(1e-3, 1e-4, 1e-4, 1e-5, 0.0)
+    subject = pacing(costs)
+    load = StepLoad(1, 1, 100, 0)
+    num_steps = 0
+    while not subject.begin_step(load, 0.0).num_prefill_tokens(1000):  # 10 ms, of 1.3 ms a step
+        num_steps += 1
+        assert subject.begin_step(load, 0.0).max_num_running >= 1
+        budget = subject.begin_step(load, 0.0)
+        assert budget.num_prefill_tokens(1000) == 0 and budget.num_prefill_tokens(0) == 0
+        subject.on_computed(a_plan(), costs.seconds(StepWork(1, 1, 1)))
+    assert 5 <= num_steps <= 10
+
+
+def a_plan() -> StepPlan:
+    return StepPlan(0, (0,), (0,), (1,), (True,), ())
+
+
+def test_a_step_without_decodes_holds_a_token_however_long_it_takes() -> None:
+    subject = pacing(StepCosts(1.0, 1.0, 1.0, 1.0, 1.0))
+    assert subject.begin_step(StepLoad(0, 0, 10), 0.0).num_prefill_tokens(5000) == 1
+
+
+def test_a_tpot_target_bounds_steps_and_the_batch() -> None:
+    tpot_s = 0.04
+    drive = Drive(pacing(tpot_s=tpot_s))
+    for number in range(100):
+        drive.add(str(number), 50, 60)
+    for _ in range(150):
+        drive.step()
+    with_decodes = [step_s for plan, step_s in drive.steps if plan.num_tokens[0] == 1]
+    assert max(with_decodes) <= tpot_s
+    stats = drive.scheduler.stats()
+    assert stats.num_running < 25 and stats.pacing is not None
+    assert stats.pacing.num_answers == stats.pacing.num_in_tpot > 10
+    assert not stats.pacing.is_tpot_out_of_reach
+    assert sum(with_decodes[50:]) / len(with_decodes[50:]) > 0.75 * tpot_s, "the target leaves time unused"
+
+
+def test_an_impossible_tpot_target_is_told_and_everybody_is_served() -> None:
+    drive = Drive(pacing(tpot_s=0.004))
+    for number in range(3):
+        drive.add(str(number), 20, 5)
+    drive.step()
+    drive.step()
+    stats = drive.scheduler.stats().pacing
+    assert stats is not None and stats.is_tpot_out_of_reach
+    for _ in range(300):
+        if drive.scheduler.has_work:
+            drive.step()
+    assert not drive.scheduler.has_work
+
+
+def test_answers_that_miss_tighten_the_margin() -> None:
+    """The machine is slower, at random, than any model can know: requests still hold the target."""
+    tpot_s = 0.05
+    drive = Drive(pacing(tpot_s=tpot_s))
+    for number in range(300):
+        drive.add(str(number), 40, 30)
+    for number in range(2000):
+        if not drive.scheduler.has_work:
+            break
+        drive.costs = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4 * (3 if number % 3 == 0 else 1))
+        drive.step()
+    stats = drive.scheduler.stats().pacing
+    assert stats is not None and stats.num_answers == 300
+    assert stats.num_in_tpot >= 0.95 * stats.num_answers
+
+
+def test_a_ttft_target_refuses_what_would_come_too_late() -> None:
+    drive = Drive(pacing(ttft_s=1.0))
+    accepted = 0
+    with pytest.raises(OverloadedError, match="later than the target of 1 s") as refusal:
+        for number in range(100):
+            drive.add(str(number), 100, 10)
+            accepted += 1
+    assert 8 <= accepted <= 10, "0.09 s each"
+    assert refusal.value.retry_after_s is not None and 0 < refusal.value.retry_after_s < 0.5
+    stats = drive.scheduler.stats().pacing
+    assert stats is not None and stats.is_overloaded and stats.num_refused == 1
+    while drive.scheduler.has_work:
+        drive.step()
+    stats = drive.scheduler.stats().pacing
+    assert stats is not None and stats.num_first_tokens == accepted == stats.num_in_ttft
+    drive.add("later", 100, 10)
+    again = drive.scheduler.stats().pacing
+    assert again is not None and not again.is_overloaded
+
+
+def test_a_ttft_target_stretches_steps_as_far_as_the_line_needs() -> None:
+    waits_s = {}
+    for ttft_s in (None, 1.2):
+        drive = Drive(pacing(ttft_s=ttft_s))
+        decoding(drive, 2)
+        begin_s = drive.now_s
+        for number in range(8):
+            drive.add(str(number), 100, 1)
+        while drive.scheduler.stats().num_waiting or any(n > 1 for n in drive.steps[-1][0].num_tokens):
+            drive.step()
+        waits_s[ttft_s] = drive.now_s - begin_s
+    assert waits_s[1.2] < 1.2 < waits_s[None]
+
+
+@pytest.mark.parametrize("targets", [{"max_num_tokens": 0}, {"ttft_s": 0.0}, {"tpot_s": -1.0}])
+def test_targets_out_of_range(targets: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        pacing(**targets)
