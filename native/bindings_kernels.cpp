@@ -112,11 +112,9 @@ nb::tuple quantize(const std::string& isa, const Floats& x) {
   std::vector<int16_t> multipliers, wide_codes;
   std::vector<float> sums, wide_scales;
   for (const CodedGroup& group : q.coded) {
-    codes.insert(codes.end(), group.codes, group.codes + kGroup);
-    for (const auto& pair : group.multipliers) {
-      if (pair[0] != pair[1]) throw std::logic_error("the two copies of a multiplier differ");
-      multipliers.push_back(pair[0]);
-    }
+    codes.resize(codes.size() + kGroup);
+    for (int i = 0; i < kGroup; i++) codes[codes.size() - kGroup + code_input(i)] = group.codes[i];
+    multipliers.insert(multipliers.end(), group.multipliers, group.multipliers + 2);
     sums.push_back(group.sum);
   }
   for (const WideGroup& group : q.wide) {

@@ -27,6 +27,10 @@ struct PackedMatrix {
   const uint8_t* data;
 };
 
+// Input of a U4 group at place i of its codes: the pairs of the two halves alternate, so that the int16 sums of byte
+// pairs alternate too and one multiply-add weighs both halves.
+constexpr int code_input(int i) { return i / 4 * 2 + (i & 1) + (i & 2 ? kHalfGroup : 0); }
+
 constexpr int kMaxCode = 127;
 constexpr int kMaxMultiplier = 1 << 14;
 constexpr int kMaxWideCode = kMaxCode * 256;
@@ -34,9 +38,9 @@ constexpr int kMaxWideCode = kMaxCode * 256;
 // A row's 32 inputs for U4: x ~ scale of the row * multiplier of the half group * code, |code| <= kMaxCode,
 // 1 <= multiplier <= kMaxMultiplier.
 struct CodedGroup {
-  int8_t codes[kGroup];
-  int16_t multipliers[2][2];  // of each half, twice: 32 bits to broadcast
-  float sum;                  // of multiplier * code over the group
+  int8_t codes[kGroup];    // pairs: inputs 0 1, 16 17, 2 3, 18 19, … as code_input says
+  int16_t multipliers[2];  // of each half: 32 bits to broadcast
+  float sum;               // of multiplier * code over the group
 };
 
 // A row's 32 inputs for S8: x ~ scale * code, |code| <= kMaxWideCode.

@@ -7,6 +7,9 @@
 // the path.
 #pragma once
 
+// For the parts of an inner loop, however long the compiler finds it.
+#define ROPEWAY_INLINE inline __attribute__((always_inline))
+
 namespace ropeway {
 namespace {
 

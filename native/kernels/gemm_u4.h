@@ -1,6 +1,6 @@
-// 4-bit weights x int8 activations. Per group of 32 inputs and output: the 4 products of a lane's byte pairs in each
-// half are summed in int16 (at most 4 * 2 * 15 * 127 = 15240), widened as they are multiplied by the half's multiplier,
-// and the halves (together below 2^30) added as
+// 4-bit weights x int8 activations. Per group of 32 inputs and output: byte pairs of the two half groups alternate, so
+// the 8 products of a lane leave the sum of each half (at most 16 * 15 * 127 = 30480) in an int16 of its own, and one
+// multiply-add weighs both with their multipliers (together below 2^30):
 //   acc = fma(float(sum), d, acc);  acc = fma(m, a_sum, acc)                  with m = -8 d where the file stores none.
 // The row's scale multiplies the finished acc: with multipliers of 15 bits, one scale serves a row, and a step of 16
 // inputs costs as many operations as a step of 32 with a float scale each.
@@ -43,14 +43,51 @@ struct PanelU4 {
   }
 };
 
+// The int16 sums of a step, row by row. Members and not an array: compilers unroll a loop over the rows too late to
+// keep an array in registers, and a tile stored and read back once per step takes 1.15 times as long.
+template <int Rows>
+struct SumsU4 {
+  Bits256 sums[2];
+  SumsU4<Rows - 1> rest;
+
+  // Adds the products of code vector j, or starts with them.
+  ROPEWAY_INLINE void add(bool is_first, Bits256 w0, Bits256 w1, const CodedGroup* group, int num_groups, int j) {
+    const Bits256 x = broadcast_32(group->codes + 4 * j);
+    const Bits256 p0 = dot_u8_i8(w0, x), p1 = dot_u8_i8(w1, x);
+    if (is_first) {
+      sums[0] = p0, sums[1] = p1;
+    } else {
+      accumulate_i16(sums[0], p0);
+      accumulate_i16(sums[1], p1);
+    }
+    rest.add(is_first, w0, w1, group + num_groups, num_groups, j);
+  }
+
+  template <class Source>
+  ROPEWAY_INLINE void add_to(float* acc, const Source& w, const CodedGroup* group, int num_groups) const {
+    const Bits256 multipliers = broadcast_32(group->multipliers);
+    const F32x8 a_sum = broadcast_f32(&group->sum);
+    const F32x8 t0 = fma(i32_to_f32(dot_i16(sums[0], multipliers)), w.scale(0), load_f32(acc));
+    const F32x8 t1 = fma(i32_to_f32(dot_i16(sums[1], multipliers)), w.scale(1), load_f32(acc + kLanes));
+    store_f32(acc, fma(w.min(0), a_sum, t0));
+    store_f32(acc + kLanes, fma(w.min(1), a_sum, t1));
+    rest.add_to(acc + kTileColumns, w, group + num_groups, num_groups);
+  }
+};
+template <>
+struct SumsU4<0> {
+  void add(bool, Bits256, Bits256, const CodedGroup*, int, int) {}
+  template <class Source>
+  void add_to(float*, const Source&, const CodedGroup*, int) const {}
+};
+
 template <bool HasMin>
 struct GemmU4 {
   using Packed = PackedU4<HasMin>;
   using Panel = PanelU4;
   static constexpr int kStepInputs = kGroup;
-  static constexpr int kPanelSteps = 16;  // 10 KB
-  // With 6 rows, twelve first halves go to memory: 4 to 8 % slower.
-  static constexpr int kRows = kTileRows < 4 ? kTileRows : 4;
+  static constexpr int kPanelSteps = 12;  // 8 KB
+  static constexpr int kRows = kTileRows;
   static constexpr int kDirectRows = 8;
 
   static void unpack(const uint8_t* packed, int count, uint8_t* panel) {
@@ -76,35 +113,6 @@ struct GemmU4 {
     }
   }
 
-  // s[i] = the sums of half group `part` for row i, times its multiplier.
-  template <class Source, int Rows>
-  static void multiply_half(const Source& w, int part, const CodedGroup* groups, int num_groups,
-                            Bits256 (&s)[Rows][2]) {
-    ROPEWAY_UNROLL
-    for (int j = 0; j < 4; j++) {
-      const Bits256 w0 = w.codes(4 * part + j, 0), w1 = w.codes(4 * part + j, 1);
-      ROPEWAY_UNROLL
-      for (int i = 0; i < Rows; i++) {
-        const Bits256 x = broadcast_32(groups[size_t(i) * num_groups].codes + kHalfGroup * part + 4 * j);
-        const Bits256 p0 = dot_u8_i8(w0, x), p1 = dot_u8_i8(w1, x);
-        if (j)
-          accumulate_i16(s[i][0], p0);
-        else
-          s[i][0] = p0;
-        if (j)
-          accumulate_i16(s[i][1], p1);
-        else
-          s[i][1] = p1;
-      }
-    }
-    ROPEWAY_UNROLL
-    for (int i = 0; i < Rows; i++) {
-      const Bits256 multiplier = broadcast_32(groups[size_t(i) * num_groups].multipliers[part]);
-      s[i][0] = dot_i16(s[i][0], multiplier);
-      s[i][1] = dot_i16(s[i][1], multiplier);
-    }
-  }
-
   template <class Source, int Rows>
   static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc) {
     const int num_groups = a.k / kGroup;
@@ -112,19 +120,11 @@ struct GemmU4 {
     for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, groups++) {
       const Source w{weights};
       if constexpr (is_same<Source, Packed>) prefetch_ahead<Source>(weights);
-      Bits256 first[Rows][2], second[Rows][2];  // the first go to memory: the registers belong to the second
-      multiply_half(w, 0, groups, num_groups, first);
-      multiply_half(w, 1, groups, num_groups, second);
+      SumsU4<Rows> sums;
       ROPEWAY_UNROLL
-      for (int i = 0; i < Rows; i++) {
-        const F32x8 sum = broadcast_f32(&groups[size_t(i) * num_groups].sum);
-        ROPEWAY_UNROLL
-        for (int half = 0; half < 2; half++) {
-          float* to = acc + i * kTileColumns + half * kLanes;
-          const F32x8 t = fma(i32_to_f32(add_i32(first[i][half], second[i][half])), w.scale(half), load_f32(to));
-          store_f32(to, fma(w.min(half), sum, t));
-        }
-      }
+      for (int j = 0; j < 8; j++) sums.add(j == 0, w.codes(j, 0), w.codes(j, 1), groups, num_groups, j);
+      sums.add_to(acc, w, groups, num_groups);
+      forget_target(acc);
     }
   }
 };

@@ -64,13 +64,18 @@ inline void accumulate_i32(Bits256& s, Bits256 p) {
   s = _mm256_add_epi32(s, p);
   asm("" : "+x"(s));
 }
+// The compiler no longer knows where p points: it would carry a tile's accumulators in registers from one step to the
+// next, and spill them.
+inline void forget_target(float*& p) { asm("" : "+r"(p)); }
 // int32 lanes: a[2i] * b[2i] + a[2i + 1] * b[2i + 1] over int16.
 inline Bits256 dot_i16(Bits256 a, Bits256 b) { return _mm256_madd_epi16(a, b); }
 inline Bits256 add_i32(Bits256 a, Bits256 b) { return _mm256_add_epi32(a, b); }
 inline Bits256 pair_sums_i16(Bits256 v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 inline Bits256 set_bytes(int8_t x) { return _mm256_set1_epi8(x); }
-// In each half of 128 bits: its four 32-bit lanes as int16, twice; values fit.
-inline Bits256 i32_as_i16_twice(Bits256 v) { return _mm256_packs_epi32(v, v); }
+// In every 32-bit lane: lanes 0 and 4 of v as int16; values fit.
+inline Bits256 i32_halves_as_i16_pair(Bits256 v) {
+  return _mm256_broadcastd_epi32(_mm_unpacklo_epi16(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+}
 inline F32x8 bits_as_f32(Bits256 v) { return _mm256_castsi256_ps(v); }
 inline F32x8 i32_to_f32(Bits256 v) { return _mm256_cvtepi32_ps(v); }
 // Nearest integer, ties to even; the caller keeps |v| below 2^31.
@@ -98,10 +103,13 @@ inline int32_t reduce_add_i32(Bits256 v) {
   m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0xb1));
   return _mm_cvtsi128_si32(m);
 }
-// The low byte of each of the 32 lanes of a, b, c, d in order, to out; values fit in a signed byte.
-inline void store_i32_as_i8(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
-  __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
-  store_bits(out, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+// The low bytes of the 16 lanes of a, b and of the 16 lanes of c, d, two of each in turn, to out; values fit in a
+// signed byte.
+inline void store_i32_as_i8_pairs(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
+  const __m256i order =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, c), _mm256_packs_epi32(b, d));
+  store_bits(out, _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, order), 0xd8));
 }
 // The low half of each of the 16 lanes of a, b in order, to out; values fit in int16.
 inline void store_i32_as_i16(int16_t* out, Bits256 a, Bits256 b) {

@@ -157,10 +157,10 @@ inline Bits256 set_bytes(int8_t x) {
   memset(r.byte, uint8_t(x), 32);
   return r;
 }
-inline Bits256 i32_as_i16_twice(Bits256 v) {
+inline Bits256 i32_halves_as_i16_pair(Bits256 v) {
   const Int32Lanes x = as_i32(v);
   Int16Lanes r;
-  for (int i = 0; i < 16; i++) r.lane[i] = int16_t(x.lane[i / 8 * 4 + i % 4]);
+  for (int i = 0; i < 16; i++) r.lane[i] = int16_t(x.lane[i % 2 * 4]);
   return as_bits(r);
 }
 inline F32x8 bits_as_f32(Bits256 v) {
@@ -212,15 +212,16 @@ inline int32_t reduce_add_i32(Bits256 v) {
   for (int i = 0; i < 8; i++) sum += x.lane[i];
   return sum;
 }
-inline void store_i32_as_i8(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
-  const Int32Lanes v[4] = {as_i32(a), as_i32(b), as_i32(c), as_i32(d)};
-  for (int i = 0; i < 32; i++) out[i] = int8_t(v[i / 8].lane[i % 8]);
+inline void store_i32_as_i8_pairs(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
+  const Int32Lanes v[2][2] = {{as_i32(a), as_i32(b)}, {as_i32(c), as_i32(d)}};
+  for (int i = 0; i < 32; i++) out[i] = int8_t(v[i / 2 % 2][i / 16].lane[i % 16 / 4 * 2 + i % 2]);
 }
 inline void store_i32_as_i16(int16_t* out, Bits256 a, Bits256 b) {
   const Int32Lanes v[2] = {as_i32(a), as_i32(b)};
   for (int i = 0; i < 16; i++) out[i] = int16_t(v[i / 8].lane[i % 8]);
 }
 inline void prefetch(const void*) {}
+inline void forget_target(float*) {}
 
 inline F32x8 sub(F32x8 a, F32x8 b) {
   for (int i = 0; i < 8; i++) a.lane[i] -= b.lane[i];
