@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-batching wheel clean
+.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-batching evidence-exhaustive evidence-scheduler-walk wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -51,6 +51,14 @@ evidence-peers: ## Ropeway beside llama.cpp and OpenVINO, interleaved (about 105
 evidence-batching: ## continuous against static batching, same kernels and limits (under an hour; ARGS=--quick for less)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/batching.py $(ARGS)
+
+evidence-exhaustive: ## every state of three sequences and six blocks, under every policy and admission (about 15 minutes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_exhaustive.py $(ARGS)
+
+evidence-scheduler-walk: ## five million random steps of the scheduler, checked at every one (under an hour; resumes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_walk.py $(ARGS)
 
 wheel: ## a wheel for any x86-64, in dist/
 	@scripts/setup.sh dev build

@@ -1,4 +1,4 @@
-"""The scheduler under every order of calls: tiny pools, tight budgets, both ways of batching, failures at any step."""
+"""The scheduler under every order of calls: tiny pools, tight budgets, every policy and admission, any failure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ropeway.core.admission import OptimisticAdmission, ReserveAdmission
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
 from ropeway.core.pacing import FixedTokenBudget, Pacing
+from ropeway.core.params import ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler
 from ropeway.core.step_time import StepCosts
 from ropeway.core.timed_pacing import PacingTargets, TimedPacing
+from ropeway.core.waiting_line import WaitingLine
 from ropeway.errors import InvalidRequestError, RequestTooLargeError
+from support.schedulers import ADMISSIONS, POLICIES
 from support.scheduling import STOP_TOKEN_ID, PlanModel, make_request, make_scheduler, sampled_ids
 
 BATCHINGS: dict[str, Callable[[], Batching]] = {
-    "continuous": ContinuousBatching,
-    "continuous, watermark": lambda: ContinuousBatching(OptimisticAdmission(2)),
-    "continuous, reserve": lambda: ContinuousBatching(ReserveAdmission()),
+    **{name: lambda make=make: ContinuousBatching(make()) for name, make in ADMISSIONS.items()},  # type: ignore[misc]
     "static": StaticBatching,
     "static-padded": lambda: StaticBatching(is_padded=True),
 }
@@ -40,7 +40,7 @@ PACINGS: dict[str, Callable[[int], Pacing]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a scheduler is made of."""
+    """What a scheduler is made of. has_terms: requests differ in tenant, user, priority and class."""
 
     num_blocks: int
     block_size: int
@@ -49,6 +49,12 @@ class Shape:
     num_groups: int
     batching: str
     pacing: str
+    policy: str
+    has_terms: bool
+
+    @property
+    def is_first_come(self) -> bool:
+        return not self.has_terms and self.policy != "spf"
 
     def make(self) -> Scheduler:
         return make_scheduler(
@@ -57,6 +63,7 @@ class Shape:
             budget=self.budget,
             max_num_seqs=self.max_num_seqs,
             num_groups=self.num_groups,
+            line=WaitingLine(POLICIES[self.policy], background_share=0.1),
             batching=BATCHINGS[self.batching](),
             pacing=PACINGS[self.pacing](self.budget),
         )
@@ -71,6 +78,15 @@ SHAPES = st.builds(
     num_groups=st.integers(1, 2),
     batching=st.sampled_from(sorted(BATCHINGS)),
     pacing=st.sampled_from(sorted(PACINGS)),
+    policy=st.sampled_from(sorted(POLICIES)),
+    has_terms=st.booleans(),
+)
+TERMS = st.builds(
+    ServiceTerms,
+    tenant=st.sampled_from("abc"),
+    user=st.sampled_from([None, "x", "y"]),
+    priority=st.integers(-2, 2),
+    is_background=st.booleans(),
 )
 
 
@@ -89,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.shape = shape
         self.scheduler = shape.make()
         self.model = PlanModel(shape.num_blocks, shape.block_size, shape.num_groups, shape.budget, shape.max_num_seqs)
+        self.model.is_first_come = shape.is_first_come
 
     def _call(self, method: str, *args: Any) -> Any:
         outcome = getattr(self.scheduler, method)(*args)
@@ -100,10 +117,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         n=st.integers(1, 3),
         min_tokens=st.integers(0, 3),
+        terms=TERMS,
     )
-    def add(self, num_prompt_tokens: int, max_tokens: int, n: int, min_tokens: int) -> None:
+    def add(self, num_prompt_tokens: int, max_tokens: int, n: int, min_tokens: int, terms: ServiceTerms) -> None:
         request = make_request(
-            str(self.num_requests), num_prompt_tokens, max_tokens, n=n, min_tokens=min(min_tokens, max_tokens)
+            str(self.num_requests),
+            num_prompt_tokens,
+            max_tokens,
+            terms=terms if self.shape.has_terms else None,
+            n=n,
+            min_tokens=min(min_tokens, max_tokens),
         )
         if num_prompt_tokens + max_tokens > self.shape.num_blocks * self.shape.block_size:
             try:
@@ -123,6 +146,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         except InvalidRequestError:
             return
         raise AssertionError("a request id in use was accepted")
+
+    @rule(seconds=st.floats(0.0, 5.0))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
 
     @precondition(lambda self: self.in_flight is None)
     @rule()

@@ -89,8 +89,9 @@ class PlanModel:
 
     Computed ranges have no gap and no overlap; a row samples exactly where it reaches the last known token; block
     tables have slots for what is computed; no block is granted while another sequence holds it; the budget is never
-    exceeded; nobody boards before an older sequence that waits; only as many are preempted as must be, the youngest,
-    never the oldest, and they do not board in the same step; one terminal event per sequence, and nothing after it.
+    exceeded; who is preempted does not board in the same step, and somebody computes; one terminal event per sequence,
+    and nothing after it. Where it is_first_come, nobody boards before an older sequence that waits; only as many are
+    preempted as must be, the youngest, never the oldest.
     """
 
     num_blocks: int
@@ -98,6 +99,7 @@ class PlanModel:
     num_groups: int
     budget: int
     max_num_seqs: int
+    is_first_come: bool = True
     tracks: dict[int, Track] = field(default_factory=dict)
     by_name: dict[tuple[str, int], Track] = field(default_factory=dict)
     num_recomputed: int = 0
@@ -171,6 +173,8 @@ class PlanModel:
             return
         running = {i: t for i, t in self.tracks.items() if t.holds_memory and t.finish_reason is None}
         assert not set(victims) & set(plan.sequence_ids), "preempted and boarded in one step"
+        if not self.is_first_come:
+            return
         assert victims == sorted(running)[-len(victims) :][::-1], "not the last admitted, or not in order"
         assert len(victims) < len(running), "the oldest was preempted"
         spared = {i: t for i, t in running.items() if i not in victims[:-1]}
@@ -182,7 +186,7 @@ class PlanModel:
     def _check_nobody_overtakes(self, plan: StepPlan) -> None:
         rows = set(plan.sequence_ids)
         boarding = [i for i in plan.sequence_ids if not self.tracks[i].holds_memory]
-        for track in self.unfinished if boarding else ():
+        for track in self.unfinished if boarding and self.is_first_come else ():
             sequence_id = track.sequence.sequence_id
             if sequence_id < max(boarding):
                 assert sequence_id in rows or track.holds_memory, "a younger sequence boarded first"

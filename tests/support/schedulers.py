@@ -1,0 +1,22 @@
+"""Every policy and every admission by name, for what tries them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ropeway.core.admission import Admission, OptimisticAdmission, ReserveAdmission
+from ropeway.core.fair_service import VirtualTokenCounters
+from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, ShortestPrefillFirst
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "vtc": lambda: VirtualTokenCounters({"b": 2.0}),
+    "fcfs": FirstComeFirstServed,
+    "priority": lambda: PriorityOrder(2.0),
+    "priority, strict": lambda: PriorityOrder(0.0),
+    "spf": ShortestPrefillFirst,
+}
+ADMISSIONS: dict[str, Callable[[], Admission]] = {
+    "optimistic": OptimisticAdmission,
+    "optimistic, watermark": lambda: OptimisticAdmission(2),
+    "reserve": ReserveAdmission,
+}
