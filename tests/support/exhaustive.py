@@ -193,7 +193,7 @@ def _state(scheduler: Scheduler, arrived: tuple[Arrival, ...]) -> tuple[Any, ...
         tuple(sequences),
         tuple(roster.running),
         None if plan is None else (plan.sequence_ids, plan.is_sampled),
-        scheduler._entitled and scheduler._entitled.sequence_id,
+        line.entitled and line.entitled.sequence_id,
         (line._num_owed_tokens, line._is_background_due),
         _service(line._interactive),
         _service(line._background),

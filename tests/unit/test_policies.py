@@ -333,3 +333,16 @@ def test_reserving_admission_and_a_newcomer() -> None:
     plan, _ = run_step(scheduler)
     assert newcomer in plan.sequence_ids and plan.preempted_ids == (1,)
     order_of_boarding(scheduler)
+
+
+def test_a_newcomer_boards_in_the_plan_that_makes_way_for_it() -> None:
+    # although its victim's tenant, which is given back what it did not compute, is then the one served least
+    scheduler = with_policy(VirtualTokenCounters, max_num_seqs=1, budget=4, num_blocks=8, block_size=1)
+    add(scheduler, "first", 1, 1, tenant="c")
+    victim = add(scheduler, "long", 6, 1, tenant="c")
+    run_step(scheduler)
+    run_step(scheduler)  # 4 of 6
+    newcomer = add(scheduler, "new", 4, 2, tenant="a")
+    plan, _ = run_step(scheduler)
+    assert plan.preempted_ids == (victim,) and plan.sequence_ids == (newcomer,)
+    scheduler.check_invariants()

@@ -51,7 +51,6 @@ class Scheduler:
         self._in_flight: StepPlan | None = None
         self._planned_s = 0.0
         self._prefilled: list[Sequence] = []  # in the step in flight
-        self._entitled: Sequence | None = None  # others were preempted for it; it boards as soon as it fits
         self._num_steps = 0
         self._num_failed_steps = 0
         self._num_recomputed_tokens = 0
@@ -230,7 +229,7 @@ class Scheduler:
             return
         kv.match(newcomer, roster.sequences_of(newcomer.request.request_id))
         has_place = len(roster.running) < self._max_num_running
-        if has_place and (newcomer is self._entitled or admission.may_board(newcomer, kv)):
+        if has_place and newcomer is not self._line.entitled and admission.may_board(newcomer, kv):
             return
         num_free_blocks = kv.num_free_blocks - sum([s.num_tokens > s.num_slots for s in roster.running.values()])
         num_lacking = kv.num_blocks_to_take(newcomer, admission.num_slots(newcomer)) - num_free_blocks
@@ -242,7 +241,7 @@ class Scheduler:
             has_place = True
             num_lacking -= kv.num_blocks_for(victim.num_slots) + (victim.num_tokens > victim.num_slots)
         if has_place and num_lacking <= 0 and victims:
-            self._entitled = newcomer
+            self._line.entitle()
             for victim in victims:
                 roster.preempt(victim, WaitingReason.POLICY, now_s)
 
@@ -317,7 +316,7 @@ class Scheduler:
             return WaitingReason.BUDGET  # blocks are copied in the step that computes on them
         if sequence.sequence_id in self._roster.preempted_now_ids:
             return WaitingReason.CAPACITY
-        if sequence is self._entitled:
+        if sequence is self._line.entitled:
             num_slots = batching.admission.num_slots(sequence)
             may_board = self._kv.num_blocks_to_take(sequence, num_slots) <= self._kv.num_free_blocks
         else:

@@ -38,13 +38,14 @@ class WaitingLine:
         self._interactive = make_policy()
         self._background = make_policy()
         self._deferred = Deferrals()
+        self.entitled: Sequence | None = None  # others were preempted for it: it stays the first, whatever changes
         self._num_background = 0  # unfinished
         self._earned_per_token = background_share / (1 - background_share)
         self._num_owed_tokens = 0.0  # to the background
         self._is_background_due = False
 
     def __len__(self) -> int:
-        return len(self._interactive) + len(self._background) + len(self._deferred)
+        return len(self._interactive) + len(self._background) + len(self._deferred) + (self.entitled is not None)
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         """A new or preempted sequence takes its place."""
@@ -53,7 +54,15 @@ class WaitingLine:
 
     def remove(self, sequence: Sequence) -> None:
         """A waiting sequence ends."""
-        (self._deferred if sequence in self._deferred else self._policy_of(sequence)).remove(sequence)
+        if sequence is self.entitled:
+            self.entitled = None
+        else:
+            (self._deferred if sequence in self._deferred else self._policy_of(sequence)).remove(sequence)
+
+    def entitle(self) -> None:
+        """Others are preempted for the first, and nobody passes it until it has boarded."""
+        if self.entitled is None:
+            self.entitled = self.pop()
 
     def defer(self, leader: Sequence, num_blocks: int) -> bool:
         """The first lets others pass until `leader` has published `num_blocks` blocks. False where too many do so."""
@@ -73,6 +82,8 @@ class WaitingLine:
 
     def first(self) -> Sequence | None:
         """Who boards next. Those who let others pass were ahead of the rest of their class."""
+        if self.entitled is not None:
+            return self.entitled
         classes = (self._interactive, self._background)
         is_due = self._is_background_due
         first = classes[is_due].first() or classes[not is_due].first()
@@ -85,6 +96,9 @@ class WaitingLine:
         """The first boards."""
         sequence = self.first()
         assert sequence is not None, "nobody waits"
+        if sequence is self.entitled:
+            self.entitled = None
+            return sequence
         if sequence not in self._deferred:
             return self._policy_of(sequence).pop()
         self._deferred.remove(sequence)
@@ -132,16 +146,17 @@ class WaitingLine:
             return victims
         return [*sorted(classes[True], key=self.key, reverse=True), *victims]
 
-    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
+    def check_invariants(self, waiting: list[Sequence]) -> None:
         """Check that exactly `waiting` wait, in order. Raises AssertionError with the first violation."""
         classes: tuple[list[Sequence], list[Sequence]] = ([], [])
         deferred = list(self._deferred)
         for sequence in waiting:
             if sequence in deferred:
                 deferred.remove(sequence)
-                continue
-            classes[sequence.request.terms.is_background].append(sequence)
+            elif sequence is not self.entitled:
+                classes[sequence.request.terms.is_background].append(sequence)
         assert not deferred, "one that does not wait lets others pass"
+        assert self.entitled is None or self.entitled in waiting, "one that does not wait is entitled to board"
         self._interactive.check_invariants(classes[False])
         self._background.check_invariants(classes[True])
 
