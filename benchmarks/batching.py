@@ -105,6 +105,7 @@ class Bench:
             num_kv_blocks=args.max_num_seqs * blocks_per_sequence,
             num_threads=args.num_threads,
             backend=args.backend,
+            enable_prefix_caching=False,  # the baselines have none
         )
         facts = resolve(config, model_facts(path.stem, loaded, config), free_memory_bytes())
         self.facts: EngineFacts = facts

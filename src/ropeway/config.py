@@ -54,6 +54,8 @@ class EngineConfig:
         first served), `priority` (lower numbers first), `spf` (shorter prompts first).
     priority_aging_s: seconds of waiting that outweigh one step of priority; 0 never lets them.
     background_share: of the newly computed tokens, what is guaranteed to background requests while they wait or run.
+    enable_prefix_caching: prompts that begin alike share what is computed of them; None is yes, but for the baselines,
+        which cannot.
     num_threads: of the native backend; None is one per usable core.
     isa: instruction set of the native kernels; None is the best this processor has.
     backend: `native`, or `reference` (numpy, slow, the oracle of the tests).
@@ -79,6 +81,7 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = "vtc"
     priority_aging_s: float = 60.0
     background_share: float = 0.05
+    enable_prefix_caching: bool | None = None
     num_threads: int | None = None
     isa: str | None = None
     backend: BackendName = "native"
@@ -105,6 +108,13 @@ class EngineConfig:
         _check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _check_span("priority_aging_s", self.priority_aging_s, low=0.0, high=86_400.0)
         _check_span("background_share", self.background_share, low=0.0, high=0.9)
+        if self.enable_prefix_caching not in (None, True, False):
+            raise ConfigError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
+        if self.enable_prefix_caching and self.batching != "continuous":
+            raise ConfigError(
+                f"batching {self.batching!r} is a baseline without a prefix cache; leave enable_prefix_caching out, or "
+                "choose continuous"
+            )
         _check_choice("backend", self.backend, get_args(BackendName))
         if self.isa is not None and (not isinstance(self.isa, str) or not self.isa):
             raise ConfigError(f"isa must be the name of an instruction set, not {self.isa!r}")
@@ -165,6 +175,7 @@ class EngineFacts:
     scheduling_policy: SchedulingPolicy
     priority_aging_s: float
     background_share: float
+    has_prefix_cache: bool
     num_threads: int | None
     isa: str | None
     backend: BackendName
@@ -211,6 +222,7 @@ def resolve(config: EngineConfig, model: ModelFacts, free_memory_bytes: int) -> 
         scheduling_policy=config.scheduling_policy,
         priority_aging_s=config.priority_aging_s,
         background_share=config.background_share,
+        has_prefix_cache=config.enable_prefix_caching is not False and config.batching == "continuous",
         num_threads=config.num_threads,
         isa=config.isa,
         backend=config.backend,

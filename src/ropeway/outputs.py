@@ -35,7 +35,8 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one prompt. `prompt` is None where token ids were given. `seed` is the one used, drawn if none
-    was given. `prompt_logprobs`: one of each prompt token, None for the first, where asked for.
+    was given. `prompt_logprobs`: one of each prompt token, None for the first, where asked for. `num_cached_tokens`: of
+    the prompt, how many the prefix cache held for its first sequence.
     """
 
     request_id: str
@@ -45,12 +46,14 @@ class RequestOutput:
     finished: bool
     seed: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one event adds to one sequence. is_stopped_by_text: a stop string ended it, and the engine does not know
-    yet. logprobs: of token_ids, and prompt_logprobs: the next of the prompt's, where asked for.
+    yet. logprobs: of token_ids, and prompt_logprobs: the next of the prompt's, where asked for. num_cached_tokens: of
+    the prompt, how many the prefix cache held for this sequence.
     """
 
     request_id: str
@@ -61,6 +64,7 @@ class Delta:
     is_stopped_by_text: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
 
 
 class Assembler:
@@ -109,16 +113,19 @@ class Assembler:
         logprobs = event.logprobs or ()
         if detokenizer.is_stopped:
             token_ids = token_ids[: detokenizer.num_tokens - self._num_tokens[index]]
+            logprobs, is_news = logprobs[: len(token_ids)], reason is None
             return self._finish(
-                Delta(event.request_id, index, text, token_ids, "stop", reason is None, logprobs[: len(token_ids)])
+                Delta(event.request_id, index, text, token_ids, "stop", is_news, logprobs, (), event.num_cached_tokens)
             )
         if reason is not None:
             text += detokenizer.finish()
             # A character cut short by the end reads as U+FFFD, and that may complete a stop string.
             reason = "stop" if detokenizer.is_stopped else reason
-            return self._finish(Delta(event.request_id, index, text, token_ids, reason, logprobs=logprobs))
+            return self._finish(
+                Delta(event.request_id, index, text, token_ids, reason, False, logprobs, (), event.num_cached_tokens)
+            )
         self._num_tokens[index] += len(token_ids)
-        return Delta(event.request_id, index, text, token_ids, None, logprobs=logprobs)
+        return Delta(event.request_id, index, text, token_ids, None, False, logprobs, (), event.num_cached_tokens)
 
     def _ends_unseen(self, event: SequenceEvent) -> bool:
         """Whether the last token ended the sequence and is not part of the text, though it counts."""
@@ -145,6 +152,7 @@ class Transcript:
         self._reasons: list[FinishReason | None] = [None] * request.params.n
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.params.n)]
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._num_cached_tokens = 0
 
     def add(self, delta: Delta) -> None:
         if delta.text:
@@ -153,6 +161,8 @@ class Transcript:
         self._reasons[delta.index] = delta.finish_reason
         self._logprobs[delta.index].extend(delta.logprobs)
         self._prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.index == 0:  # the others find what it computed
+            self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -185,4 +195,5 @@ class Transcript:
             finished,
             request.seed,
             list(self._prompt_logprobs) if request.params.prompt_logprobs is not None else None,
+            self._num_cached_tokens,
         )

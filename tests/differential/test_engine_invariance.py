@@ -4,7 +4,6 @@ the same bits alone and in batches, chunked and whole, preempted and not, on one
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +13,15 @@ import pytest
 from tests.support.random_gguf import ODD_MODEL, RandomModel, requantize_gguf, write_random_gguf
 
 from ropeway import _native
-from ropeway.backends.batch import Float32Array, ForwardBatch, SampleBatch, Samples
+from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, SampleBatch, Samples
 from ropeway.backends.native import NativeBackend
 from ropeway.core.admission import OptimisticAdmission
 from ropeway.core.batching import ContinuousBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams
+from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
-from ropeway.engine.engine import Engine
+from ropeway.engine.engine import Engine, EngineStats
 from ropeway.engine.runner import Runner
 from ropeway.model.loading import Model, load_model
 from ropeway.model.weights import TensorType
@@ -40,8 +40,13 @@ class RecordingBackend:
     def __init__(self, backend: NativeBackend) -> None:
         self._backend = backend
         self.hashes: Hashes = {}
+        self.num_blocks_copied = 0
         self.vocab_size, self.num_kv_blocks = backend.vocab_size, backend.num_kv_blocks
         self.block_size = backend.block_size
+
+    def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
+        self.num_blocks_copied += len(source_ids)
+        self._backend.copy_blocks(group, source_ids, destination_ids)
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         return self._backend.forward(batch)
@@ -62,6 +67,9 @@ class Setting:
     token_budget: int = 2048
     num_kv_blocks: int = AMPLE_BLOCKS
     num_threads: int = 2
+    num_requests: int = 64
+    has_prefix_cache: bool = False
+    num_rounds: int = 1  # of the same requests, one round after the other
 
 
 SETTINGS = {
@@ -74,11 +82,19 @@ SETTINGS = {
     "chunks-of-512": Setting(token_budget=512),
     "preempted": Setting(num_kv_blocks=44),
     "preempted-in-chunks": Setting(token_budget=96, num_kv_blocks=37, num_threads=1),
+    "cached": Setting(num_requests=24, has_prefix_cache=True, num_rounds=2),
+    "cached-in-chunks": Setting(token_budget=48, num_requests=24, has_prefix_cache=True, num_rounds=2, num_threads=1),
+    "cached-evicted": Setting(num_at_once=3, num_kv_blocks=47, num_requests=24, has_prefix_cache=True, num_rounds=2),
+    "cached-preempted": Setting(
+        token_budget=96, num_kv_blocks=41, num_requests=24, has_prefix_cache=True, num_rounds=2
+    ),
 }
 
 
 def make_requests(vocab_size: int, *, num_requests: int, max_prompt_tokens: int) -> list[Request]:
-    """Ragged prompts, one of them long; greedy and seeded with every kind of filter and penalty; one with n = 3."""
+    """Ragged prompts, one of them long, and beginnings of it; greedy and seeded with every kind of filter and penalty;
+    one with n = 3.
+    """
     rng = np.random.default_rng(11)
     requests = []
     for i in range(num_requests):
@@ -89,12 +105,24 @@ def make_requests(vocab_size: int, *, num_requests: int, max_prompt_tokens: int)
                 temperature=0.9, top_p=0.9, top_k=50, repetition_penalty=1.1, max_tokens=10, n=3 if i == 5 else 1
             )
         prompt = tuple(rng.integers(0, vocab_size, num_prompt_tokens).tolist())
+        if i > 1 and i % 4 == 0:  # some of whole blocks, some with a tail of its own
+            prompt = requests[1].prompt_token_ids[: 10 * i] + prompt[: i % 3]
         requests.append(Request(str(i), prompt, params, max_tokens=int(rng.integers(3, 11)), seed=1000 + i))
     return requests
 
 
-def serve(model: Model, requests: Sequence[Request], setting: Setting, isa: str | None) -> tuple[Tokens, Hashes, int]:
-    """All requests through one engine: their tokens, the hashes of their logits, the number of preemptions."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What came of requests. tokens: the same in each round."""
+
+    tokens: Tokens
+    hashes: Hashes
+    stats: EngineStats
+    num_blocks_copied: int
+
+
+def serve(model: Model, requests: Sequence[Request], setting: Setting, isa: str | None) -> Served:
+    """All requests through one engine, in rounds."""
     backend = RecordingBackend(
         NativeBackend(
             model.program,
@@ -105,12 +133,17 @@ def serve(model: Model, requests: Sequence[Request], setting: Setting, isa: str 
         )
     )
     limits = SchedulerLimits(setting.num_at_once, setting.token_budget, MAX_MODEL_LEN)
-    scheduler = Scheduler(
-        limits, KVManager([setting.num_kv_blocks], 16), batching=ContinuousBatching(OptimisticAdmission())
-    )
-    engine = Engine(
-        scheduler, Runner(backend, max_num_seqs=setting.num_at_once, max_model_len=MAX_MODEL_LEN), time.monotonic
-    )
+    kv = KVManager([setting.num_kv_blocks], 16, BlockHasher(16) if setting.has_prefix_cache else None)
+    scheduler = Scheduler(limits, kv, batching=ContinuousBatching(OptimisticAdmission()))
+    runner = Runner(backend, max_num_seqs=setting.num_at_once, max_model_len=MAX_MODEL_LEN)
+    engine = Engine(scheduler, runner, lambda: 0.0)
+    rounds = [_run_all(engine, requests) for _ in range(setting.num_rounds)]
+    assert all(tokens == rounds[0] for tokens in rounds)
+    scheduler.check_invariants()
+    return Served(rounds[0], backend.hashes, engine.stats(), backend.num_blocks_copied)
+
+
+def _run_all(engine: Engine, requests: Sequence[Request]) -> Tokens:
     for request in requests:
         engine.submit(request)
     tokens: Tokens = {}
@@ -118,7 +151,7 @@ def serve(model: Model, requests: Sequence[Request], setting: Setting, isa: str 
         for event in engine.step():
             tokens.setdefault((event.request_id, event.index), []).extend(event.token_ids)
             assert event.finish_reason in (None, "length")
-    return tokens, backend.hashes, engine.stats().num_preemptions
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +166,8 @@ def make_case(path: Path, isa: str, num_requests: int, max_prompt_tokens: int) -
     model = load_model(path)
     requests = make_requests(model.program.vocab_size, num_requests=num_requests, max_prompt_tokens=max_prompt_tokens)
     # One request at a time: nothing shares a step with it (n = 3 runs one sequence after the other).
-    tokens, hashes, _ = serve(model, requests, Setting(num_at_once=1, num_threads=1), isa)
-    return Case(model, isa, requests, (tokens, hashes))
+    served = serve(model, requests, Setting(num_at_once=1, num_threads=1), isa)
+    return Case(model, isa, requests, (served.tokens, served.hashes))
 
 
 @pytest.fixture(scope="module", params=["default-avx2", "q8_0-avx2", "odd-avx2", "q8_0-scalar", "odd-scalar"])
@@ -154,16 +187,39 @@ def case(request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pyt
 @pytest.mark.parametrize("name", SETTINGS)
 def test_logits_and_tokens_do_not_depend_on_scheduling(case: Case, name: str) -> None:
     setting = SETTINGS[name]
-    tokens, hashes, num_preemptions = serve(case.model, case.requests, setting, case.isa)
-    expected_tokens, expected_hashes = case.alone
-    assert tokens == expected_tokens
-    assert hashes == expected_hashes
-    if "preempted" in name and len(case.requests) == 64:
-        assert num_preemptions > 0
+    requests = case.requests[: setting.num_requests]
+    served = serve(case.model, requests, setting, case.isa)
+    names, seeds = {request.request_id for request in requests}, {request.seed for request in requests}
+    tokens, hashes = case.alone
+    assert served.tokens == {key: value for key, value in tokens.items() if key[0] in names}
+    assert served.hashes == {key: value for key, value in hashes.items() if key[0] in seeds}
+    if len(case.requests) == 64:
+        assert (served.stats.num_preemptions > 0) == ("preempted" in name)
+        assert (served.stats.num_evicted_blocks > 0) == ("cached" in name and setting.num_kv_blocks < AMPLE_BLOCKS)
+    if setting.has_prefix_cache:
+        assert served.stats.num_prefix_hits > 500 and served.num_blocks_copied > 0
+
+
+def test_one_of_four_sequences_is_the_one_alone(case: Case) -> None:
+    """n = 4 shares the prompt and copies its last block; each of the four draws as if it had computed it."""
+    prompt = case.requests[1].prompt_token_ids
+    tokens, hashes = {}, {}
+    for has_cache in (False, True):
+        setting = Setting(has_prefix_cache=has_cache)
+        for n in (1, 4):
+            params = SamplingParams(temperature=0.9, n=n, max_tokens=6)
+            requests = [Request(str(size), prompt[:size], params, 6, 7 * size) for size in (3, 33, 48, 63)]
+            served = serve(case.model, requests, setting, case.isa)
+            assert (served.num_blocks_copied > 0) == (n > 1 and has_cache)
+            for key, token_ids in served.tokens.items():
+                assert tokens.setdefault(key, token_ids) == token_ids
+            for place, digest in served.hashes.items():
+                assert hashes.setdefault(place, digest) == digest
+    assert len({tuple(tokens["48", index]) for index in range(4)}) > 1
 
 
 def test_the_default_model_stored_as_q8_0(model_path: Path, tmp_path: Path) -> None:
     path = requantize_gguf(model_path, tmp_path / "q8_0.gguf", TensorType.Q8_0)
     case = make_case(path, "avx2" if "avx2" in _native.supported_isas() else "scalar", 8, 70)
-    tokens, hashes, _ = serve(case.model, case.requests, Setting(token_budget=64), case.isa)
-    assert (tokens, hashes) == case.alone
+    served = serve(case.model, case.requests, Setting(token_budget=64), case.isa)
+    assert (served.tokens, served.hashes) == case.alone

@@ -20,7 +20,7 @@ from ropeway.core.timed_pacing import PacingTargets, TimedPacing
 from ropeway.core.waiting_line import WaitingLine
 from ropeway.errors import InvalidRequestError, RequestTooLargeError
 from support.schedulers import ADMISSIONS, POLICIES
-from support.scheduling import STOP_TOKEN_ID, PlanModel, make_request, make_scheduler, sampled_ids
+from support.scheduling import STOP_TOKEN_ID, PlanModel, Track, make_request, make_scheduler, sampled_ids
 
 BATCHINGS: dict[str, Callable[[], Batching]] = {
     **{name: lambda make=make: ContinuousBatching(make()) for name, make in ADMISSIONS.items()},  # type: ignore[misc]
@@ -51,10 +51,15 @@ class Shape:
     pacing: str
     policy: str
     has_terms: bool
+    asks_for_prefix_cache: bool
 
     @property
     def is_first_come(self) -> bool:
         return not self.has_terms and self.policy != "spf"
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        return self.asks_for_prefix_cache and not self.batching.startswith("static")  # which cannot have one
 
     def make(self) -> Scheduler:
         return make_scheduler(
@@ -66,6 +71,7 @@ class Shape:
             line=WaitingLine(POLICIES[self.policy], background_share=0.1),
             batching=BATCHINGS[self.batching](),
             pacing=PACINGS[self.pacing](self.budget),
+            has_prefix_cache=self.has_prefix_cache,
         )
 
 
@@ -80,6 +86,7 @@ SHAPES = st.builds(
     pacing=st.sampled_from(sorted(PACINGS)),
     policy=st.sampled_from(sorted(POLICIES)),
     has_terms=st.booleans(),
+    asks_for_prefix_cache=st.booleans(),
 )
 TERMS = st.builds(
     ServiceTerms,
@@ -105,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.shape = shape
         self.scheduler = shape.make()
         self.model = PlanModel(shape.num_blocks, shape.block_size, shape.num_groups, shape.budget, shape.max_num_seqs)
-        self.model.is_first_come = shape.is_first_come
+        self.model.is_first_come, self.model.has_prefix_cache = shape.is_first_come, shape.has_prefix_cache
 
     def _call(self, method: str, *args: Any) -> Any:
         outcome = getattr(self.scheduler, method)(*args)
@@ -193,7 +200,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ending = [t for (name, i), t in self.model.by_name.items() if name == request_id and (is_abort or i == index)]
         open_tracks = [t for t in ending if t.finish_reason is None]
         free_before = self.scheduler.stats().num_free_blocks
-        held = sum(len(t.sequence.block_ids[0]) for t in open_tracks if t.sequence.block_ids)
+        others = [t for t in self.model.tracks.values() if t not in open_tracks]
+        held = len(_blocks_of(open_tracks) - _blocks_of(others))
         events = self._call("abort", request_id) if is_abort else self._call("stop", request_id, index)
         self.model.take(events)
         assert len(events) == len(open_tracks) and all(t.finish_reason for t in ending)
@@ -263,5 +271,11 @@ def _num_generated(track: Any) -> int:
 
 # Without Phase.explain, which takes minutes on a failure here.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+
+
+def _blocks_of(tracks: list[Track]) -> set[int]:
+    return {block_id for track in tracks for table in track.sequence.block_ids[:1] for block_id in table}
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, phases=PHASES)

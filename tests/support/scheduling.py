@@ -9,6 +9,7 @@ from typing import Any
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
+from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import Sequence
 
@@ -44,10 +45,12 @@ def make_scheduler(
     budget: int = 64,
     max_model_len: int = 10_000,
     num_groups: int = 1,
+    has_prefix_cache: bool = False,
     **options: Any,
 ) -> Scheduler:
     limits = SchedulerLimits(max_num_seqs, budget, max_model_len)
-    return Scheduler(limits, KVManager([num_blocks] * num_groups, block_size), **options)
+    hasher = BlockHasher(block_size) if has_prefix_cache else None
+    return Scheduler(limits, KVManager([num_blocks] * num_groups, block_size, hasher), **options)
 
 
 def sampled_ids(plan: StepPlan) -> tuple[int, ...]:
@@ -92,6 +95,8 @@ class PlanModel:
     exceeded; who is preempted does not board in the same step, and somebody computes; one terminal event per sequence,
     and nothing after it. Where it is_first_come, nobody boards before an older sequence that waits; only as many are
     preempted as must be, the youngest, never the oldest.
+    With a prefix cache sequences share blocks, start behind what was found, and let others pass; what the blocks hold
+    is for FakeBackend to check.
     """
 
     num_blocks: int
@@ -100,6 +105,7 @@ class PlanModel:
     budget: int
     max_num_seqs: int
     is_first_come: bool = True
+    has_prefix_cache: bool = False
     tracks: dict[int, Track] = field(default_factory=dict)
     by_name: dict[tuple[str, int], Track] = field(default_factory=dict)
     num_recomputed: int = 0
@@ -178,15 +184,15 @@ class PlanModel:
         assert victims == sorted(running)[-len(victims) :][::-1], "not the last admitted, or not in order"
         assert len(victims) < len(running), "the oldest was preempted"
         spared = {i: t for i, t in running.items() if i not in victims[:-1]}
-        num_held = sum(len(t.blocks[0]) for t in self.tracks.values() if t.holds_memory and t not in running.values())
-        num_held += sum(len(t.blocks[0]) for t in spared.values())
+        holders = [t for t in self.tracks.values() if t.holds_memory and t not in running.values()]
+        num_held = len({block_id for t in [*holders, *spared.values()] for block_id in t.blocks[0]})
         num_needed = sum(t.num_tokens > len(t.blocks[0]) * self.block_size for t in spared.values())
         assert num_held + num_needed > self.num_blocks, "one more was preempted than had to be"
 
     def _check_nobody_overtakes(self, plan: StepPlan) -> None:
         rows = set(plan.sequence_ids)
         boarding = [i for i in plan.sequence_ids if not self.tracks[i].holds_memory]
-        for track in self.unfinished if boarding and self.is_first_come else ():
+        for track in self.unfinished if boarding and self.is_first_come and not self.has_prefix_cache else ():
             sequence_id = track.sequence.sequence_id
             if sequence_id < max(boarding):
                 assert sequence_id in rows or track.holds_memory, "a younger sequence boarded first"
@@ -195,6 +201,8 @@ class PlanModel:
         for group, grants in enumerate(plan.grants):
             held = [b for t in self.tracks.values() if t.blocks for b in t.blocks[group]]
             assert len(grants.indptr) == plan.num_rows + 1 and grants.indptr[-1] == len(grants.block_ids)
+            if self.has_prefix_cache:
+                continue
             assert len(set(grants.block_ids)) == len(grants.block_ids), "a block is granted twice"
             assert not set(held) & set(grants.block_ids), "a block is granted while it is held"
         for row, sequence_id in enumerate(plan.sequence_ids):
@@ -211,6 +219,8 @@ class PlanModel:
             self.num_padding += 1
             return
         end = start + num_tokens
+        if self.has_prefix_cache and not track.num_computed:
+            track.num_computed = start  # found
         assert start == track.num_computed, "a gap or an overlap in what is computed"
         assert end <= track.num_tokens and is_sampled == (end == track.num_tokens)
         assert all(end <= len(table) * self.block_size for table in track.blocks), "computed without a slot"

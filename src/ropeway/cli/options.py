@@ -21,6 +21,7 @@ ENGINE_OPTIONS = (
     "scheduling_policy",
     "priority_aging_s",
     "background_share",
+    "enable_prefix_caching",
     "num_threads",
     "isa",
     "backend",
@@ -28,11 +29,6 @@ ENGINE_OPTIONS = (
     "decision_log_size",
     "served_model_name",
 )
-
-
-class _RefusePrefixCaching(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error("--enable-prefix-caching: there is no prefix cache yet; leave the flag out")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +66,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "default: 60; 0 lets low numbers starve the rest")  # fmt: skip
     add("--background-share", type=float, metavar="SHARE", help="of the newly computed tokens, what background work "
         "is sure of; default: 0.05; 0 lets it starve")  # fmt: skip
+    caching = group.add_mutually_exclusive_group()
+    caching.add_argument("--enable-prefix-caching", action="store_true", default=None, help="prompts that begin alike "
+        "share what is computed of them; the answers are the same; default: yes, with continuous batching")  # fmt: skip
+    caching.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false", default=None,
+        help="every prompt is computed whole")  # fmt: skip
     add("--num-threads", type=int, metavar="N", help="threads that compute; default: one per usable core")
     add("--isa", metavar="NAME", help="instruction set of the kernels, such as scalar or avx2; default: the best "
         "that this processor has; same answers on the same one only")  # fmt: skip
@@ -88,16 +89,6 @@ def add_model_argument(parser: argparse.ArgumentParser, *flags: str) -> None:
         parser.add_argument(*flags, default=DEFAULT_MODEL, metavar="MODEL", help=text)
     else:
         parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=text)
-
-
-def add_prefix_caching_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds vLLM's pair of flags: off is how it is, on is refused."""
-    parser.add_argument(
-        "--no-enable-prefix-caching", action="store_true", help="accepted: there is no prefix cache yet"
-    )
-    parser.add_argument(
-        "--enable-prefix-caching", action=_RefusePrefixCaching, nargs=0, help="refused: there is none yet"
-    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, object]:

@@ -14,7 +14,6 @@ from ropeway.catalog import resolve_model
 from ropeway.cli.options import (
     add_engine_arguments,
     add_model_argument,
-    add_prefix_caching_arguments,
     engine_options,
 )
 from ropeway.config import EngineConfig, format_bytes, parse_bytes
@@ -51,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
         "and no step has ended for this long, seconds; default: 30")  # fmt: skip
     add("--access-log", action="store_true", help="log a line per request; default: off")
     add_engine_arguments(parser)
-    add_prefix_caching_arguments(parser)
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -34,7 +34,6 @@ class ChoiceNews:
 
     number: int
     text: str = ""
-    num_tokens: int = 0
     finish_reason: FinishReason | str | None = None
     scored: list[ScoredToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -49,7 +48,6 @@ class ChoiceNews:
     def add(self, later: ChoiceNews) -> None:
         """Takes in what came later of the same choice."""
         self.text += later.text
-        self.num_tokens += later.num_tokens
         self.finish_reason = later.finish_reason or self.finish_reason
         self.scored += later.scored
         self.token_ids += later.token_ids
@@ -118,9 +116,7 @@ class RequestChoices:
 
     def _news(self, delta: Delta) -> ChoiceNews:
         wishes, index = self._wishes, delta.index
-        news = ChoiceNews(
-            self._first_number + index, num_tokens=len(delta.token_ids), finish_reason=delta.finish_reason
-        )
+        news = ChoiceNews(self._first_number + index, finish_reason=delta.finish_reason)
         if not self._is_begun[index]:
             self._is_begun[index] = True
             self._begin(news, index)

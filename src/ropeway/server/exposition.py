@@ -41,6 +41,16 @@ class EngineCollector(Collector):
         yield self._counter(
             "recomputed_tokens", "Tokens computed again after a preemption.", stats.num_recomputed_tokens
         )
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries
+        )
+        yield self._counter("prefix_cache_hits", "Prompt tokens found there.", stats.num_prefix_hits)
+        yield self._counter(
+            "prefix_cache_evicted_blocks", "Cached blocks given up for other tokens.", stats.num_evicted_blocks
+        )
+        yield self._gauge(
+            "prefix_cache_blocks", "Free KV blocks whose tokens can still be shared.", stats.num_cached_blocks
+        )
         yield self._counter("engine_steps", "Forward passes.", stats.num_steps)
         yield self._counter("engine_failed_steps", "Forward passes that failed.", stats.num_failed_steps)
         yield self._counter("prompt_tokens", "Prompt tokens of requests answered.", metrics.num_prompt_tokens)

@@ -72,11 +72,27 @@ class Generation:
             for number, request in enumerate(self.requests)
         }
 
-    def usage(self, num_completion_tokens: int) -> dict[str, int]:
+
+class Usage:
+    """The token counts of an answer, added up delta by delta."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_completion_tokens = 0
+        self._num_cached_tokens: dict[str, int] = {}  # by request
+
+    def add(self, delta: Delta) -> None:
+        self._num_completion_tokens += len(delta.token_ids)
+        if delta.index == 0:  # the other sequences of a request find what its first has computed
+            known = self._num_cached_tokens.get(delta.request_id, 0)
+            self._num_cached_tokens[delta.request_id] = max(known, delta.num_cached_tokens)
+
+    def fields(self) -> dict[str, object]:
         return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._num_completion_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
         }
 
 
@@ -107,14 +123,15 @@ async def whole_answer(generation: Generation, stream: OutputStream, form: Forma
     """The unstreamed answer. Raises EngineStoppedError where a sequence could not be computed."""
     choices = [ChoiceNews(number) for number in range(generation.num_choices)]
     news_of = generation.news_of()
+    usage = Usage(generation.num_prompt_tokens)
     for delta in await stream.take_all():
+        usage.add(delta)
         for news in news_of[delta.request_id].push(delta):
             choices[news.number].add(news)
     if any(choice.finish_reason == "error" for choice in choices):
         raise _computation_error()
-    usage = generation.usage(sum(choice.num_tokens for choice in choices))
     written = [form.choice(choice, generation.wishes) for choice in choices]
-    return orjson.dumps({**_head(generation, form.object_name), "choices": written, "usage": usage})
+    return orjson.dumps({**_head(generation, form.object_name), "choices": written, "usage": usage.fields()})
 
 
 async def answer_events(generation: Generation, stream: OutputStream, form: Format) -> AsyncIterator[bytes]:
@@ -147,7 +164,7 @@ class ChunkWriter:
             key: (b"data: " + self._head + form.chunk_parts(number)[0], form.chunk_parts(number)[1])
             for key, number in generation.choice_numbers().items()
         }
-        self._num_tokens = 0
+        self._usage = Usage(generation.num_prompt_tokens)
 
     def first(self) -> bytes:
         """What precedes every text: the role of each chat choice."""
@@ -160,7 +177,7 @@ class ChunkWriter:
         """The event of one delta; nothing where it shows no text yet. Raises where the sequence could not be
         computed.
         """
-        self._num_tokens += len(delta.token_ids)
+        self._usage.add(delta)
         if delta.finish_reason is None and not delta.text:
             return b""
         if delta.finish_reason == "error":
@@ -172,7 +189,7 @@ class ChunkWriter:
     def last(self) -> bytes:
         if not self._generation.includes_usage:
             return DONE
-        usage = orjson.dumps(self._generation.usage(self._num_tokens))
+        usage = orjson.dumps(self._usage.fields())
         return _event(self._head + b'],"usage":' + usage + b"}") + DONE
 
 
@@ -184,7 +201,7 @@ class _NewsWriter(ChunkWriter):
         self._news_of = generation.news_of()
 
     def chunk(self, delta: Delta) -> bytes:
-        self._num_tokens += len(delta.token_ids)
+        self._usage.add(delta)
         if delta.finish_reason == "error":
             raise _computation_error()
         news = self._news_of[delta.request_id].push(delta)
