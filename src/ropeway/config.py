@@ -108,13 +108,7 @@ class EngineConfig:
         _check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _check_span("priority_aging_s", self.priority_aging_s, low=0.0, high=86_400.0)
         _check_span("background_share", self.background_share, low=0.0, high=0.9)
-        if self.enable_prefix_caching not in (None, True, False):
-            raise ConfigError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
-        if self.enable_prefix_caching and self.batching != "continuous":
-            raise ConfigError(
-                f"batching {self.batching!r} is a baseline without a prefix cache; leave enable_prefix_caching out, or "
-                "choose continuous"
-            )
+        _check_prefix_caching(self.enable_prefix_caching, self.batching)
         _check_choice("backend", self.backend, get_args(BackendName))
         if self.isa is not None and (not isinstance(self.isa, str) or not self.isa):
             raise ConfigError(f"isa must be the name of an instruction set, not {self.isa!r}")
@@ -357,6 +351,16 @@ def _check_time(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < float("inf"):  # type: ignore[operator]
         raise ConfigError(f"{name} must be a number of milliseconds above 0, not {value!r}")
+
+
+def _check_prefix_caching(value: object, batching: str) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"enable_prefix_caching must be True or False, not {value!r}")
+    if value and batching != "continuous":
+        raise ConfigError(
+            f"batching {batching!r} is a baseline without a prefix cache; leave enable_prefix_caching out, or choose "
+            "continuous"
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
