@@ -80,7 +80,7 @@ SETTINGS = {
     "chunks-of-16": Setting(num_at_once=16, token_budget=16),
     "chunks-of-64": Setting(token_budget=64),
     "chunks-of-512": Setting(token_budget=512),
-    "preempted": Setting(num_kv_blocks=44),
+    "preempted": Setting(num_kv_blocks=41),
     "preempted-in-chunks": Setting(token_budget=96, num_kv_blocks=37, num_threads=1),
     "cached": Setting(num_requests=24, has_prefix_cache=True, num_rounds=2),
     "cached-in-chunks": Setting(token_budget=48, num_requests=24, has_prefix_cache=True, num_rounds=2, num_threads=1),
