@@ -399,9 +399,7 @@ class AsyncLLM:
         self._loaded = loaded
         backend = loaded.backend
         self.engine = AsyncEngine(loaded.engine, loaded.tokenizer, backend if _is_metered(backend) else None)
-        self._limits = (
-            IdleLimits(backend.num_threads, lambda: not self.engine.num_open_requests) if _is_metered(backend) else None
-        )
+        self._limits = IdleLimits(backend.num_threads, self.engine.is_idle) if _is_metered(backend) else None
         self._is_started = False
 
     @property

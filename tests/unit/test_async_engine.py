@@ -18,6 +18,7 @@ from ropeway.engine.engine import Engine
 from ropeway.errors import EngineStoppedError, RequestTooLargeError
 from ropeway.llm import make_engine, scheduler_recipe
 from ropeway.model.gguf import GgufFile
+from ropeway.outputs import Delta
 from ropeway.text.tokenizer import Tokenizer
 
 NUM_BLOCKS = 32
@@ -88,6 +89,88 @@ def test_tokens_are_those_of_the_backend(tokenizer: Tokenizer) -> None:
             token_ids = [token for delta in deltas if delta.request_id == request_id for token in delta.token_ids]
             assert tuple(token_ids) == backend.expected_tokens(prompt, num_tokens)
         assert backend.thread_names == {"ropeway-engine"}
+
+    run(tokenizer, scenario)
+
+
+def test_news_are_passed_on_step_by_step_and_in_order(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        backend.gate.clear()
+        stream = engine.submit([request("a", n=3), request("b", 5, prompt=(80,))])
+        taken: list[list[Delta]] = []
+        reading = asyncio.create_task(stream.pass_on(taken.append))
+        await asyncio.sleep(0)
+        backend.gate.set()
+        await reading
+        assert stream.is_finished
+        for index in range(3):
+            token_ids = [
+                t for step in taken for d in step for t in d.token_ids if (d.request_id, d.index) == ("a", index)
+            ]
+            assert tuple(token_ids) == backend.expected_tokens(PROMPT, 20)
+        # Each call has what one step brought, whole: the first 5 steps, every sequence.
+        assert [len(step) for step in taken[:5]] == [4] * 5
+
+    run(tokenizer, scenario)
+
+
+def test_a_writer_that_is_full_gets_the_rest_when_it_is_ready(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        stream = engine.submit([request("a")])
+        is_ready = asyncio.Event()
+        taken: list[list[Delta]] = []
+
+        async def wait() -> None:
+            await is_ready.wait()
+
+        def write(deltas: list[Delta]) -> Awaitable[None] | None:
+            taken.append(deltas)
+            return wait() if len(taken) == 2 else None
+
+        reading = asyncio.create_task(stream.pass_on(write))
+        await until(lambda: stream.is_finished)
+        await asyncio.sleep(0.01)
+        assert len(taken) == 2 and not reading.done()
+        is_ready.set()
+        await reading
+        token_ids = [token for step in taken for delta in step for token in delta.token_ids]
+        assert tuple(token_ids) == backend.expected_tokens(PROMPT, 20) and len(taken) == 3
+
+    run(tokenizer, scenario)
+
+
+def test_a_writer_that_fails_ends_its_own_reading_only(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        backend.gate.clear()
+        broken, whole = engine.submit([request("a")]), engine.submit([request("b")])
+
+        def write(deltas: list[Delta]) -> None:
+            raise ValueError("no such socket")
+
+        reading, other = asyncio.create_task(broken.pass_on(write)), asyncio.create_task(whole.take_all())
+        await asyncio.sleep(0)
+        backend.gate.set()
+        with pytest.raises(ValueError, match="no such socket"):
+            await reading
+        broken.close()
+        assert sum(len(delta.token_ids) for delta in await other) == 20
+
+    run(tokenizer, scenario)
+
+
+def test_passing_on_ends_with_the_stream(tokenizer: Tokenizer) -> None:
+    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
+        backend.gate.clear()
+        stream = engine.submit([request("a")])
+        reading = asyncio.create_task(stream.pass_on(lambda deltas: None))
+        await asyncio.sleep(0)
+        stream.close()
+        await reading
+        assert not stream.is_finished
+        backend.gate.set()
+        refused = engine.submit([request("b", max_tokens=10_000)])
+        with pytest.raises(RequestTooLargeError):
+            await refused.pass_on(lambda deltas: None)
 
     run(tokenizer, scenario)
 

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from ropeway.core.params import Request
@@ -191,6 +191,10 @@ class _OpenRequest:
     is_broken: bool = False
 
 
+# Takes deltas; returns what to await before it is given more, or None.
+DeltaSink = Callable[[list[Delta]], Awaitable[None] | None]
+
+
 class OutputStream:
     """The deltas of one or several requests, in the order they came. One reader, on the event loop.
 
@@ -206,6 +210,10 @@ class OutputStream:
         # One reader waits at a time: a bare future costs half of what an asyncio.Event does, at every token.
         self._reader: asyncio.Future[None] | None = None
         self._reader_wants_end = False
+        # While `pass_on` waits: what takes the news of a step at once, and what came of that.
+        self._write: DeltaSink | None = None
+        self._congestion: Awaitable[None] | None = None
+        self._write_failure: Exception | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -234,6 +242,37 @@ class OutputStream:
             raise self._error
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    async def pass_on(self, write: DeltaSink) -> None:
+        """Hands all news to `write` until the end, or until the stream is closed.
+
+        write: called on the event loop with what one step brought, straight from the step's one wake-up: a waiting
+        task for each of many streams would cost more than the text. Where it can take no more for now, it returns what
+        to await; the stream gathers meanwhile.
+
+        Raises as `take` does, and whatever `write` raises.
+        """
+        while True:
+            if self._deltas:
+                deltas, self._deltas = self._deltas, []
+                congestion = write(deltas)
+                if congestion is not None:
+                    await congestion
+                continue
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                return
+            self._write = write
+            try:
+                await self._wait(wants_end=True)
+            finally:
+                self._write = None
+            if self._write_failure is not None:
+                raise self._write_failure
+            if self._congestion is not None:
+                congestion, self._congestion = self._congestion, None
+                await congestion
 
     def close(self) -> None:
         """Aborts what has not finished and ends the stream; its blocks are free before the next step is planned."""
@@ -267,6 +306,19 @@ class OutputStream:
             self._deltas.append(delta)
             if not self._reader_wants_end:
                 self._wake()
+
+    def _flush(self) -> None:
+        """Gives what a step brought to the writer that waits, if one does."""
+        if self._write is None or not self._deltas:
+            return
+        deltas, self._deltas = self._deltas, []
+        try:
+            self._congestion = self._write(deltas)
+        except Exception as failure:  # it is the reader's, not that of whoever delivers
+            self._write_failure = failure
+        if self._congestion is not None or self._write_failure is not None:
+            self._write = None
+            self._wake()
 
     def _finish(self, request_id: str) -> None:
         self._unfinished.discard(request_id)
@@ -310,6 +362,10 @@ class AsyncEngine:
     @property
     def num_open_requests(self) -> int:
         return len(self._open)
+
+    def is_idle(self) -> bool:
+        """Whether no request is open; may be called from any thread."""
+        return not self._open
 
     @property
     def stats(self) -> EngineStats:
@@ -414,9 +470,14 @@ class AsyncEngine:
         for request_id in news.started_ids:
             if request_id in self._open:
                 self.metrics.on_scheduled(self._open[request_id].times, news.now_s)
+        streams: dict[OutputStream, None] = {}
         for event in news.events:
-            if event.request_id in self._open:
-                self._deliver_event(self._open[event.request_id], event, news.now_s)
+            entry = self._open.get(event.request_id)
+            if entry is not None:
+                streams[entry.stream] = None
+                self._deliver_event(entry, event, news.now_s)
+        for stream in streams:
+            stream._flush()
         for request_id, error in news.rejected:
             self._fail(request_id, error, news.now_s)
         if news.failure is not None:

@@ -25,8 +25,8 @@ from ropeway.server.exposition import Exposition
 from ropeway.server.formats import ChatFormat, CompletionFormat, Format
 from ropeway.server.openai import (
     Generation,
-    answer_events,
     check_served,
+    event_writer,
     start_chat,
     start_completion,
     whole_answer,
@@ -146,7 +146,7 @@ async def _answer(
 ) -> Response:
     stream = llm.submit(generation.requests)
     if body.stream:
-        return EventStreamResponse(stream, answer_events(generation, stream, form))
+        return EventStreamResponse(stream, event_writer(generation, form))
     async with closed_on_disconnect(request.receive, stream):
         answer = await whole_answer(generation, stream, form)
         # A client that has left reads nothing; the status is for the log.

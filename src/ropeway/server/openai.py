@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -134,22 +134,9 @@ async def whole_answer(generation: Generation, stream: OutputStream, form: Forma
     return orjson.dumps({**_head(generation, form.object_name), "choices": written, "usage": usage.fields()})
 
 
-async def answer_events(generation: Generation, stream: OutputStream, form: Format) -> AsyncIterator[bytes]:
-    """The streamed answer as server-sent events; an error after the start is an event of its own."""
-    writer = ChunkWriter(generation, form) if generation.wishes.is_text_only else _NewsWriter(generation, form)
-    try:
-        first = writer.first()
-        if first:
-            yield first
-        while deltas := await stream.take():
-            chunk = b"".join([writer.chunk(delta) for delta in deltas])
-            if chunk:
-                yield chunk
-        if not stream.is_finished:  # closed: the client has left
-            return
-        yield writer.last()
-    except RopewayError as error:
-        yield _event(error_body(error)[1])
+def event_writer(generation: Generation, form: Format) -> ChunkWriter:
+    """What writes the streamed answer as server-sent events."""
+    return ChunkWriter(generation, form) if generation.wishes.is_text_only else _NewsWriter(generation, form)
 
 
 class ChunkWriter:
@@ -185,6 +172,14 @@ class ChunkWriter:
         before, between = self._parts[delta.request_id, delta.index]
         reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
         return b"".join((before, orjson.dumps(delta.text), between, reason, b"}", self._tail))
+
+    def chunks(self, deltas: Sequence[Delta]) -> bytes:
+        """The events of some deltas, in order. Raises as `chunk` does."""
+        return self.chunk(deltas[0]) if len(deltas) == 1 else b"".join([self.chunk(delta) for delta in deltas])
+
+    def failure(self, error: RopewayError) -> bytes:
+        """An error after the start is an event of its own."""
+        return _event(error_body(error)[1])
 
     def last(self) -> bytes:
         if not self._generation.includes_usage:

@@ -1,0 +1,81 @@
+"""Sending without a task switch: a coroutine begun by hand ends as an awaited one would."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ropeway.server.sse import begin
+
+
+async def send(log: list[str], *waits: asyncio.Future[str]) -> None:
+    log.append("begun")
+    for wait in waits:
+        log.append(await wait)
+    log.append("sent")
+
+
+def test_what_does_not_wait_is_done_at_once() -> None:
+    log: list[str] = []
+    assert begin(send(log)) is None
+    assert log == ["begun", "sent"]
+
+
+def test_what_waits_is_awaited_to_its_end() -> None:
+    async def main() -> None:
+        loop, log = asyncio.get_running_loop(), []
+        first, second = loop.create_future(), loop.create_future()
+        rest = begin(send(log, first, second))
+        assert rest is not None and log == ["begun"]
+        loop.call_later(0.001, first.set_result, "room")
+        loop.call_later(0.002, second.set_result, "more room")
+        await rest
+        assert log == ["begun", "room", "more room", "sent"]
+
+    asyncio.run(main())
+
+
+def test_errors_come_out_where_they_would() -> None:
+    async def fail(wait: asyncio.Future[str] | None) -> None:
+        if wait is not None:
+            await wait
+        raise ValueError("gone")
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="gone"):
+            begin(fail(None))
+        wait = asyncio.get_running_loop().create_future()
+        rest = begin(fail(wait))
+        assert rest is not None
+        wait.set_result("go on")
+        with pytest.raises(ValueError, match="gone"):
+            await rest
+
+    asyncio.run(main())
+
+
+def test_cancelling_reaches_the_coroutine() -> None:
+    async def main() -> None:
+        log: list[str] = []
+
+        async def patient(wait: asyncio.Future[str]) -> None:
+            try:
+                await wait
+            finally:
+                log.append("let go")
+
+        rest = begin(patient(asyncio.get_running_loop().create_future()))
+        assert rest is not None
+
+        async def read() -> None:
+            await rest
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert log == ["let go"]
+
+    asyncio.run(main())
