@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-batching evidence-exhaustive evidence-scheduler-walk wheel clean
+.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -47,6 +47,10 @@ evidence-numerics: ## native against float32 over the texts of benchmarks/texts,
 evidence-peers: ## Ropeway beside llama.cpp and OpenVINO, interleaved (about 105 minutes; ARGS="--rows c32" for less)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/peers.py $(ARGS)
+
+evidence-overheads: ## what Ropeway costs around its kernels: engine thread, lock, HTTP, busy core, start, memory (about 20 minutes)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/overheads.py $(ARGS)
 
 evidence-batching: ## continuous against static batching, same kernels and limits (under an hour; ARGS=--quick for less)
 	@scripts/setup.sh dev

@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 import uvloop
 
-from harness.processes import CpuTimes, free_port, running_server
+from harness.processes import CpuTimes, cpu_s_of, free_port, running_server
 from harness.results import ROOT, markdown_table, new_document, result_path, save
 from harness.rows import VOCAB_SIZE
 from ropeway.bench.client import Client, Endpoint
@@ -189,7 +189,9 @@ def busy_core() -> Iterator[None]:
 
 
 def run_start(number: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the start of `ropeway serve` until it says that it accepts connections; memory then."""
+    """Seconds from the start of `ropeway serve` until it says that it accepts connections; processor time and memory
+    until then.
+    """
     command = [sys.executable, "-m", "ropeway", "serve", args.model, "--port", "0"]
     with args.log.open("wb") as log:
         start_s = time.perf_counter()
@@ -201,7 +203,8 @@ def run_start(number: int, args: argparse.Namespace) -> dict[str, Any]:
                     break
             else:
                 raise SystemExit(f"the server ended before it was ready; see {args.log}")
-            return {"ready_s": time.perf_counter() - start_s, "memory_bytes": memory_bytes(process.pid)}
+            ready_s = time.perf_counter() - start_s
+            return {"ready_s": ready_s, "cpu_s": cpu_s_of(process.pid), "memory_bytes": memory_bytes(process.pid)}
         finally:
             process.terminate()
             process.wait()
@@ -243,6 +246,7 @@ def figures(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, flo
     in_process = [run for run in runs if (run["kind"], run["concurrency"]) == ("in-process", 32)]
     names = ("overhead_share", "overhead_us_per_sequence", "event_loop_us_per_token", "lock_wait_p50_us")
     values = {name: [run[name] for run in http] for name in (*names, "lock_wait_p99_us")}
+    values["start_cpu_s"] = [run["cpu_s"] for run in runs if run["kind"] == "start"]
     values["ready_s"] = [run["ready_s"] for run in runs if run["kind"] == "start"]
     for concurrency in CONCURRENCIES:
         values[f"http_over_in_process_c{concurrency}"] = ratios("http", "in-process", concurrency)
@@ -270,6 +274,7 @@ def format_figures(runs: Sequence[dict[str, Any]]) -> str:
     for name, what in (
         ("lock_wait_p50_us", "interpreter-lock reacquisition, c=32: p50, µs"),
         ("lock_wait_p99_us", "interpreter-lock reacquisition, c=32: p99, µs"),
+        ("start_cpu_s", "processor time until ready, s"),
         ("start_excess_mb", "resident memory beyond packed weights when ready, MB"),
     ):
         if name in found:

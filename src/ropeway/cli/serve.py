@@ -84,7 +84,10 @@ def run_serve(args: argparse.Namespace) -> int:
         gc.collect()
         gc.freeze()
         url = address(sock)
-        is_orderly = run_server(llm, config, sock, on_ready=lambda: print(greeting(url, llm.facts), flush=True))
+        try:
+            is_orderly = run_server(llm, config, sock, on_ready=lambda: print(greeting(url, llm.facts), flush=True))
+        finally:
+            gc.unfreeze()  # at exit the native parts are freed with the cycles that hold them
     return 0 if is_orderly else 1
 
 
