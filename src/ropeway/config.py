@@ -73,7 +73,7 @@ class EngineConfig:
     objective: Objective = "balanced"
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
-    admission: AdmissionName = "optimistic"
+    admission: AdmissionName = "predictive"
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | str | None = None

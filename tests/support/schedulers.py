@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ropeway.core.admission import Admission, OptimisticAdmission, ReserveAdmission
 from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, ShortestPrefillFirst
+from ropeway.core.predictive_admission import PredictiveAdmission
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "vtc": lambda: VirtualTokenCounters({"b": 2.0}),
@@ -19,4 +20,5 @@ ADMISSIONS: dict[str, Callable[[], Admission]] = {
     "optimistic": OptimisticAdmission,
     "optimistic, watermark": lambda: OptimisticAdmission(2),
     "reserve": ReserveAdmission,
+    "predictive": PredictiveAdmission,
 }

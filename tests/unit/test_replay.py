@@ -20,7 +20,14 @@ from ropeway.sim.replay import Replay, ReplayDifference
 from ropeway.sim.simulator import AnswerLengths, Arrival, ScriptedRunner, Simulation, VirtualClock
 from ropeway.sim.timeline import Timeline
 
-RECIPE = SchedulerRecipe(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=128, num_kv_blocks=40, block_size=4)
+RECIPE = SchedulerRecipe(
+    max_num_seqs=6,
+    max_num_batched_tokens=24,
+    max_model_len=128,
+    num_kv_blocks=40,
+    block_size=4,
+    admission="optimistic",
+)
 
 
 class _SometimesFailing(ScriptedRunner):
@@ -90,6 +97,16 @@ def test_an_eventful_schedule_is_rebuilt(batching: str, has_prefix_cache: bool) 
     assert replay.cut_at is None and stats.num_failed_steps > 0 and all(stats.num_finished.values())
     assert batching != "continuous" or stats.num_preemptions > 0
     assert bool(stats.num_prefix_hits) == has_prefix_cache
+
+
+@pytest.mark.parametrize("targets", [{}, {"objective": "latency"}, {"slo_tpot_s": 0.03, "slo_ttft_s": 20.0}])
+def test_a_schedule_paced_and_predicted_is_rebuilt(targets: dict[str, float]) -> None:
+    costs = {"step_fixed_s": 4e-3, "step_token_s": 2e-3, "step_later_token_s": 1e-3, "step_pair_s": 1e-7}
+    recipe = replace(RECIPE, admission="predictive", **costs, **targets)  # type: ignore[arg-type]
+    records, data = record(recipe, num_requests=120)
+    replay = Replay(DecisionLog(data))
+    assert [replayed.record for replayed in replay.run()] == records
+    assert replay.stats().pacing is not None and replay.stats().num_steps > 100
 
 
 def test_a_scheduler_that_asks_for_other_hashes_is_found_out() -> None:

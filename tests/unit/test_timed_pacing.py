@@ -199,6 +199,18 @@ def test_a_ttft_target_refuses_what_would_come_too_late() -> None:
     assert again is not None and not again.is_overloaded
 
 
+def test_a_line_that_was_slow_is_forgotten_once_nobody_waits() -> None:
+    subject = pacing(ttft_s=1.0)
+    for _ in range(500):  # memory was full: nobody's prompt was computed, for 4 s
+        subject.begin_step(StepLoad(1, 1, 0, 500), 0.0)
+        subject.on_computed(a_plan(), COSTS.seconds(StepWork(1, 1, 1)))
+    with pytest.raises(OverloadedError):
+        subject.check_arrival(100, 500)
+    subject.begin_step(StepLoad(1, 100), 0.0)
+    subject.on_computed(a_plan(), 0.01)
+    subject.check_arrival(100, 0)
+
+
 def test_a_ttft_target_stretches_steps_as_far_as_the_line_needs() -> None:
     waits_s = {}
     for ttft_s in (None, 1.2):

@@ -8,7 +8,7 @@ from ropeway.core.kv_manager import KVManager
 from ropeway.core.sequence import Sequence
 from ropeway.errors import ConfigError
 
-AdmissionName = Literal["reserve", "optimistic"]
+AdmissionName = Literal["predictive", "reserve", "optimistic"]
 
 
 class Admission(Protocol):
@@ -19,6 +19,9 @@ class Admission(Protocol):
 
     def num_slots(self, sequence: Sequence) -> int:
         """Tokens that blocks are granted for at once."""
+
+    def begin_step(self) -> None:
+        """A step is about to be planned."""
 
     def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
         """Whether it may board now; then its `num_slots` can be granted."""
@@ -47,6 +50,9 @@ class OptimisticAdmission:
     def num_slots(self, sequence: Sequence) -> int:
         return sequence.num_tokens
 
+    def begin_step(self) -> None:
+        pass
+
     def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
         return kv.num_blocks_to_take(sequence, sequence.num_tokens) + self._num_kept_blocks <= kv.num_free_blocks
 
@@ -65,6 +71,9 @@ class ReserveAdmission:
 
     def num_slots(self, sequence: Sequence) -> int:
         return sequence.max_num_tokens
+
+    def begin_step(self) -> None:
+        pass
 
     def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
         return kv.num_blocks_to_take(sequence, sequence.max_num_tokens) <= kv.num_free_blocks

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
-from ropeway.core.admission import Admission, AdmissionName, OptimisticAdmission, ReserveAdmission
+from ropeway.core.admission import Admission, OptimisticAdmission, ReserveAdmission
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
 from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import SchedulerLimits
 from ropeway.core.pacing import FixedTokenBudget, Pacing
 from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, ShortestPrefillFirst
+from ropeway.core.predictive_admission import PredictiveAdmission
 from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.scheduler import Scheduler
 from ropeway.core.step_time import NO_COSTS, StepCosts
@@ -52,7 +53,7 @@ class SchedulerRecipe:
     scheduling_policy: str = "vtc"
     priority_aging_s: float = 60.0
     background_share: float = 0.05
-    admission: AdmissionName = "optimistic"
+    admission: str = "predictive"
     objective: Objective = "balanced"
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
@@ -113,9 +114,14 @@ class SchedulerRecipe:
         return TimedPacing(targets, costs)
 
     def _make_admission(self) -> Admission:
-        if self.admission == "reserve":
-            return ReserveAdmission()
-        return OptimisticAdmission(self.num_kv_blocks // WATERMARK_DIVISOR)
+        match self.admission:
+            case "predictive":
+                return PredictiveAdmission()
+            case "reserve":
+                return ReserveAdmission()
+            case "optimistic":
+                return OptimisticAdmission(self.num_kv_blocks // WATERMARK_DIVISOR)
+        raise ConfigError(f"admission must be predictive, reserve or optimistic, not {self.admission!r}")
 
     def _make_batching(self) -> Batching:
         match self.batching:

@@ -89,6 +89,7 @@ class Scheduler:
         roster.begin_step()
         self._line.begin_step()
         num_running_before = len(roster.running)
+        self._batching.admission.begin_step()
         self._make_room(now_s)
         self._make_way(now_s)
         builder = PlanBuilder(self._kv.num_groups)

@@ -144,7 +144,10 @@ class TimedPacing:
         if ttft_s is None:
             return
         num_ahead = num_queued_tokens + self._load.num_prefilling_tokens
-        wait_s = (num_ahead + num_tokens) / max(self._line.tokens_per_s() or self._attainable_rate(), 1e-9)
+        # What held the line up tells nothing once nobody waits; and would refuse for ever, where nobody may wait.
+        measured = self._line.tokens_per_s() if num_queued_tokens else None
+        rate = self._attainable_rate() if measured is None else measured
+        wait_s = (num_ahead + num_tokens) / max(rate, 1e-3)
         self._tally.is_overloaded = wait_s > ttft_s
         if wait_s > ttft_s:
             self._tally.num_refused += 1

@@ -1,0 +1,181 @@
+"""Boards whom the pool is expected to hold to the end, by the lengths of answers learned of late. Knows no queues.
+
+The idea to admit by the peak of future memory is that of the Past-Future scheduler (Gong et al., ASPLOS'25), which
+samples lengths from past ones; here the expected peak and its deviation are worked out from hazards, without chance.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from math import sqrt
+
+from ropeway.core.answer_lengths import HORIZONS, AnswerLengths, bin_of
+from ropeway.core.kv_manager import KVManager
+from ropeway.core.sequence import Sequence, WaitingReason
+
+NUM_HORIZONS = len(HORIZONS)
+DEVIATIONS = 2.0  # above what is expected at each horizon, that must fit: at each it does with 97.7 %
+MAX_CAUTION = 3.0  # more of them, after preemptions
+CAUTION_PER_PREEMPTION = 0.2
+CALM_PER_ANSWER = 0.004  # so no more than one answer in 50 is preempted for long
+MIN_SKIPPED_STEPS = 3
+
+
+class PredictiveAdmission:
+    """Grants what is known now, to whom the expected peak of use, and some deviations more, leaves room for.
+
+    At each horizon the expected use is that of those still running, each grown by one token a step. Answers that cannot
+    end early are certain. Where everybody's max_tokens fit, nobody is predicted. After a preemption more deviations are
+    kept free for a while. Use is of memory held, so blocks that are shared count once.
+    """
+
+    def __init__(self) -> None:
+        self._lengths = AnswerLengths()
+        self._running: dict[int, Sequence] = {}
+        self._bins: dict[int, int] = {}  # of each sequence that ran, the bin up to which it was observed
+        self._num_reserved_tokens = 0  # were everybody to use its max_tokens
+        self._caution = 0.0
+        self._outlook: _Outlook | None = None  # of this step
+        self._num_steps_to_skip = 0
+
+    def num_slots(self, sequence: Sequence) -> int:
+        return sequence.num_tokens
+
+    def begin_step(self) -> None:
+        self._outlook = None
+        self._num_steps_to_skip = max(0, self._num_steps_to_skip - 1)
+
+    def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
+        if kv.num_blocks_to_take(sequence, sequence.num_tokens) > kv.num_free_blocks:
+            return False
+        block_size = kv.block_size
+        num_pool_tokens = kv.num_blocks * block_size
+        num_waste_tokens = block_size * (len(self._running) + 1)  # of last blocks
+        if self._num_reserved_tokens + sequence.max_num_tokens + num_waste_tokens <= num_pool_tokens:
+            return True
+        if self._num_steps_to_skip:
+            return False
+        if self._outlook is None:
+            self._outlook = self._look_ahead(kv)
+        peak = self._outlook.peak_with(self._share_of(sequence), sequence, DEVIATIONS + self._caution)
+        if peak <= num_pool_tokens:
+            return True
+        # There is room once somebody ends, and that is looked at anew; expectations alone change slowly.
+        self._num_steps_to_skip = MIN_SKIPPED_STEPS + len(self._running) // 64
+        return False
+
+    def on_boarded(self, sequence: Sequence) -> None:
+        self._running[sequence.sequence_id] = sequence
+        self._bins.setdefault(sequence.sequence_id, 0)
+        self._num_reserved_tokens += sequence.max_num_tokens
+        if self._outlook is not None:
+            self._outlook.add(self._share_of(sequence), sequence)
+
+    def on_preempted(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        if sequence.waiting_reason is WaitingReason.CAPACITY:
+            self._caution = min(MAX_CAUTION, self._caution + CAUTION_PER_PREEMPTION)
+
+    def on_finished(self, sequence: Sequence) -> None:
+        if sequence.sequence_id in self._running:
+            self._leave(sequence)
+        first_bin = self._bins.pop(sequence.sequence_id, None)
+        if first_bin is None:
+            return
+        num_generated = sequence.num_generated_tokens
+        has_ended = sequence.finish_reason == "stop" and num_generated > 0
+        last_bin = max(first_bin, bin_of(num_generated - has_ended))
+        self._lengths.observe(sequence.request.terms.tenant, first_bin, last_bin, has_ended)
+        self._caution = max(0.0, self._caution - CALM_PER_ANSWER)
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self._running[sequence.sequence_id]
+        self._num_reserved_tokens -= sequence.max_num_tokens
+        self._outlook = None
+        self._num_steps_to_skip = 0
+
+    def _share_of(self, sequence: Sequence) -> tuple[float, ...] | None:
+        """What is expected of it at each horizon; None where nothing but max_tokens ends it."""
+        request = sequence.request
+        if not request.stop_token_ids and not request.params.stop:
+            return None
+        return self._lengths.shares(request.terms.tenant, bin_of(sequence.num_generated_tokens))
+
+    def _look_ahead(self, kv: KVManager) -> _Outlook:
+        """The outlook of everybody who runs; those who reached another bin are learned from on the way."""
+        groups: dict[tuple[str | None, int, int], list[int]] = {}
+        bins, lengths, observed = self._bins, self._lengths, []
+        num_slots = 0
+        for sequence_id, sequence in self._running.items():
+            request, num_tokens = sequence.request, sequence.num_tokens
+            num_generated = num_tokens - sequence.num_prompt_tokens
+            num_slots += sequence.num_slots
+            cap = bisect_left(HORIZONS, request.max_tokens - num_generated)
+            if request.stop_token_ids or request.params.stop:
+                now_bin = bin_of(num_generated)
+                if now_bin > bins[sequence_id]:
+                    observed.append((request.terms.tenant, bins[sequence_id], now_bin))
+                    bins[sequence_id] = now_bin
+                key: tuple[str | None, int, int] = (request.terms.tenant, now_bin, cap)
+            else:
+                key = (None, 0, cap)
+            group = groups.get(key)
+            if group is None:
+                groups[key] = [1, num_tokens, num_tokens * num_tokens]
+            else:
+                group[0] += 1
+                group[1] += num_tokens
+                group[2] += num_tokens * num_tokens
+        for tenant, first_bin, last_bin in observed:
+            lengths.observe(tenant, first_bin, last_bin, False)
+        held = kv.num_blocks - kv.num_free_blocks
+        outlook = _Outlook(min(1.0, held * kv.block_size / num_slots) if num_slots else 1.0, kv.block_size / 2)
+        for (tenant_or_none, now_bin, cap), (count, total, squares) in groups.items():
+            shares = None if tenant_or_none is None else lengths.shares(tenant_or_none, now_bin)
+            outlook.add_group(shares, cap, count, total, squares)
+        return outlook
+
+
+class _Outlook:
+    """Expected tokens of memory, and their variance, at each horizon.
+
+    share_held: memory held, of the tokens known: less than 1 where blocks are shared. waste: of each last block.
+    """
+
+    def __init__(self, share_held: float, waste: float) -> None:
+        self._share_held = share_held
+        self._waste = waste
+        self._expected = [0.0] * NUM_HORIZONS
+        self._variance = [0.0] * NUM_HORIZONS
+
+    def add_group(self, shares: tuple[float, ...] | None, cap: int, count: int, total: int, squares: int) -> None:
+        """`count` sequences of `total` tokens, the sum of whose squares is `squares`, which end at horizon `cap`."""
+        expected, variance, held = self._expected, self._variance, self._share_held
+        waste = self._waste
+        now, now_squares = total * held + count * waste, squares * held * held
+        for i in range(min(cap + 1, NUM_HORIZONS if shares is None else len(shares))):
+            share, horizon = 1.0 if shares is None else shares[i], HORIZONS[i]
+            expected[i] += share * (now + count * horizon)
+            if share < 1.0:
+                variance[i] += share * (1.0 - share) * (now_squares + 2 * horizon * total * held + count * horizon**2)
+
+    def add(self, shares: tuple[float, ...] | None, sequence: Sequence) -> None:
+        """One that boards."""
+        num_tokens = sequence.num_tokens
+        self.add_group(shares, self._cap(sequence), 1, num_tokens, num_tokens * num_tokens)
+
+    def peak_with(self, shares: tuple[float, ...] | None, sequence: Sequence, deviations: float) -> float:
+        """The most memory, over all horizons, that is expected with one more, and `deviations` above it."""
+        peak, now, cap = 0.0, sequence.num_tokens + self._waste, self._cap(sequence)
+        num_expected = min(cap + 1, NUM_HORIZONS if shares is None else len(shares))
+        for i in range(NUM_HORIZONS):
+            expected, variance = self._expected[i], self._variance[i]
+            if i < num_expected:
+                share, then = 1.0 if shares is None else shares[i], now + HORIZONS[i]
+                expected += share * then
+                variance += share * (1.0 - share) * then * then
+            peak = max(peak, expected + deviations * sqrt(variance))
+        return peak
+
+    def _cap(self, sequence: Sequence) -> int:
+        return bisect_left(HORIZONS, sequence.max_num_tokens - sequence.num_tokens)
