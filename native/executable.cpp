@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kMaxPassTokens = 512;  // a longer step runs as several passes, so that activations stay in the caches
 constexpr int kMaxProductRows = 256;
-constexpr int kMaxQueryPairs = 96;  // (row, head) pairs that share a widened tile of keys
-constexpr int kMaxQueryFloats = 6144;
+constexpr int kMinQueryPairs = 24, kMaxQueryPairs = 144;  // (row, head) pairs that share a widened tile of keys
+constexpr int kMaxQueryFloats = kMaxQueryPairs * 64;
 constexpr int kMaxFetchBytes = 256 << 10;  // of keys and values of one head, fetched while another is worked on
 
 template <class... Parts>
@@ -212,8 +212,7 @@ int64_t Executable::kv_bytes() const {
 }
 
 void Executable::copy_blocks(int group, std::span<const int32_t> source_ids, std::span<const int32_t> destination_ids) {
-  if (group < 0 || group >= static_cast<int>(groups_.size()))
-    refuse("cache group ", group, " of ", groups_.size());
+  if (group < 0 || group >= static_cast<int>(groups_.size())) refuse("cache group ", group, " of ", groups_.size());
   if (source_ids.size() != destination_ids.size())
     refuse(source_ids.size(), " blocks to copy to ", destination_ids.size());
   for (const std::span<const int32_t>& ids : {source_ids, destination_ids})
@@ -227,8 +226,7 @@ void Executable::copy_blocks(int group, std::span<const int32_t> source_ids, std
     for (size_t i = 0; i < source_ids.size(); ++i)
       if (source_ids[i] != destination_ids[i])
         std::memcpy(blocks + destination_ids[i] * pool.block_stride + layer * layer_stride,
-                    blocks + source_ids[i] * pool.block_stride + layer * layer_stride,
-                    layer_stride * sizeof(uint16_t));
+                    blocks + source_ids[i] * pool.block_stride + layer * layer_stride, layer_stride * sizeof(uint16_t));
   });
 }
 
@@ -401,8 +399,12 @@ void Executable::find_segments(const ForwardBatch& batch, int token0, int token1
 }
 
 void Executable::plan_attention(const ForwardBatch&, AttentionShape& shape) {
+  // Many rows share a tile well; too many leave a thread without work at the end.
+  const int max_pairs = std::min(kMaxQueryPairs, kMaxQueryFloats / shape.head_dim);
+  const int num_pairs = static_cast<int>(segment_of_row_.size()) * shape.query_heads;
+  const int fair_pairs = ceil_div(int64_t{num_pairs} * shape.num_kv_heads, 4 * pool_.num_threads());
   const int max_rows =
-      std::clamp(std::min(kMaxQueryPairs, kMaxQueryFloats / shape.head_dim) / shape.query_heads, 1, kMaxPassTokens);
+      std::max(1, std::clamp(fair_pairs, std::min(kMinQueryPairs, max_pairs), max_pairs) / shape.query_heads);
   shape.items.clear();
   // The longest first: the last chunks to be claimed should be short.
   for (int i = 0; i < static_cast<int>(segments_.size()); ++i) {

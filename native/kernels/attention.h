@@ -43,11 +43,11 @@ struct Count {
   static constexpr int value = N;
 };
 
-// Scaled queries, entry by entry: data[d * ld + pair]. Pairs side by side need one pointer for all their broadcasts.
+// Scaled queries: data[pair * ld + d].
 struct Queries {
   const float* data;
   int64_t ld;
-  Queries from(int pair) const { return {data + pair, ld}; }
+  Queries from(int pair) const { return {data + pair * ld, ld}; }
 };
 
 // acc[r][c] += row(r) * column(c). The side with fewer vectors stays in registers, so that 12 sums, its vectors and one
@@ -86,13 +86,15 @@ inline void score_vectors(Queries q, int head_dim, const KeyTile<T>& tile, int f
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
   for (int c = 0; c < C; ++c) acc[r][c] = zero_f32();
-  const float* x = q.data;
-  for (int d = 0; d < head_dim; ++d, x += q.ld) {
+  const float* x[R];
+  ROPEWAY_UNROLL
+  for (int r = 0; r < R; ++r) x[r] = q.data + r * q.ld;
+  for (int64_t d = 0; d < head_dim; ++d) {
     // A line holds two entries or more of 16 keys in blocks of 16: vectors 0 and 2 take turns.
     if constexpr (is_fetched_ahead<T>)
       for (int c = d % 2 * 2; c < C; c += kLineVectors) prefetch(next[c] + d * ld_k);
-    multiply_add<R, C>([&](int r) { return broadcast_f32(x + r); }, [&](int c) { return load_wide(k[c] + d * ld_k); },
-                       acc);
+    multiply_add<R, C>([&](int r) { return broadcast_f32(x[r] + d); },
+                       [&](int c) { return load_wide(k[c] + d * ld_k); }, acc);
   }
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
@@ -380,7 +382,7 @@ int64_t attention_scratch_floats(int num_rows, int group, int head_dim) {
 
 void attention(const AttentionTask& task, float* partials, float* scratch) {
   const int num_pairs = task.num_rows * task.group, stride = attention_state_floats(task.head_dim),
-            head_dim = task.head_dim;
+            head_dim = task.head_dim, padded = (head_dim + 7) / 8 * 8;
   float* s = scratch;
   float* wide = s + num_pairs * kKeyTile;
   float* total = wide + kKeyTile * (head_dim + (head_dim + 7) / 8 * 8);
@@ -388,9 +390,10 @@ void attention(const AttentionTask& task, float* partials, float* scratch) {
   float* turned = next + num_pairs * stride;
   for (int pair = 0; pair < num_pairs; ++pair) {
     const float* from = task.q + pair / task.group * task.ld_q + pair % task.group * head_dim;
-    for (int d = 0; d < head_dim; ++d) turned[d * num_pairs + pair] = from[d] * (task.scale * kLog2E);
+    const F32x8 scale = set_f32(task.scale * kLog2E);
+    for_vectors(head_dim, turned + pair * padded, [&](auto load) { return mul(load(from), scale); });
   }
-  const Queries q{turned, num_pairs};
+  const Queries q{turned, padded};
   if (partials) {
     for (int split = task.split_begin; split < task.split_end; ++split)
       attend_split(task, split, q, partials + int64_t{split} * num_pairs * stride, wide, s);

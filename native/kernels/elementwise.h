@@ -57,22 +57,43 @@ void silu_gate(const RowsView& gate, const RowsView& up, const RowsView& out, in
   }
 }
 
+// Rotates pairs (v[2i], v[2i + 1]) by the angle whose cosine and sine are at i.
+inline void rotate_interleaved(float* v, int half, const float* cosines, const float* sines) {
+  int i = 0;
+  for (; i + kLanes / 2 <= half; i += kLanes / 2) {
+    const F32x8 x = load_f32(v + 2 * i);
+    store_f32(v + 2 * i, sub_add(mul(x, load_each_twice(cosines + i)), mul(swap_pairs(x), load_each_twice(sines + i))));
+  }
+  for (; i < half; ++i) {
+    const float a = v[2 * i], b = v[2 * i + 1];
+    v[2 * i] = a * cosines[i] - b * sines[i];
+    v[2 * i + 1] = b * cosines[i] + a * sines[i];
+  }
+}
+
+// The same for pairs (v[i], v[i + half]).
+inline void rotate_halves(float* v, int half, const float* cosines, const float* sines) {
+  int i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const F32x8 a = load_f32(v + i), b = load_f32(v + half + i), c = load_f32(cosines + i), s = load_f32(sines + i);
+    store_f32(v + i, sub(mul(a, c), mul(b, s)));
+    store_f32(v + half + i, add(mul(b, c), mul(a, s)));
+  }
+  for (; i < half; ++i) {
+    const float a = v[i], b = v[half + i];
+    v[i] = a * cosines[i] - b * sines[i];
+    v[half + i] = b * cosines[i] + a * sines[i];
+  }
+}
+
 // Rotates the pairs of each head; turns[row]: cos[rotary_dim / 2] then sin[rotary_dim / 2] of the row's position.
 void rope(const RowsView& x, const RopeShape& shape, const float* turns, int row0, int row1) {
   const int half = shape.rotary_dim / 2, num_heads = x.width / shape.head_dim;
   for (int row = row0; row < row1; ++row) {
     const float *cosines = turns + int64_t{row} * shape.rotary_dim, *sines = cosines + half;
-    for (int head = 0; head < num_heads; ++head) {
-      float* v = x.data + row * x.ld + head * shape.head_dim;
-      float* first = v;
-      float* second = shape.is_interleaved ? v + 1 : v + half;
-      const int step = shape.is_interleaved ? 2 : 1;
-      for (int i = 0; i < half; ++i) {
-        const float a = first[i * step], b = second[i * step];
-        first[i * step] = a * cosines[i] - b * sines[i];
-        second[i * step] = a * sines[i] + b * cosines[i];
-      }
-    }
+    float* v = x.data + row * x.ld;
+    for (int head = 0; head < num_heads; ++head, v += shape.head_dim)
+      (shape.is_interleaved ? rotate_interleaved : rotate_halves)(v, half, cosines, sines);
   }
 }
 

@@ -123,6 +123,13 @@ inline F32x8 div(F32x8 a, F32x8 b) { return _mm256_div_ps(a, b); }
 inline F32x8 max_f32(F32x8 a, F32x8 b) { return _mm256_max_ps(a, b); }
 inline F32x8 min_f32(F32x8 a, F32x8 b) { return _mm256_min_ps(a, b); }
 inline F32x8 ceil_f32(F32x8 v) { return _mm256_ceil_ps(v); }
+// The four floats at p, each twice.
+inline F32x8 load_each_twice(const float* p) {
+  return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+}
+inline F32x8 swap_pairs(F32x8 v) { return _mm256_permute_ps(v, 0xb1); }
+// a - b in even lanes, a + b in odd ones.
+inline F32x8 sub_add(F32x8 a, F32x8 b) { return _mm256_addsub_ps(a, b); }
 inline F32x8 low_half_twice(F32x8 v) { return _mm256_permute2f128_ps(v, v, 0x00); }
 inline F32x8 high_half_twice(F32x8 v) { return _mm256_permute2f128_ps(v, v, 0x11); }
 // The lowest 9 bits of each lane as sign and exponent of a float.

@@ -244,6 +244,20 @@ inline F32x8 ceil_f32(F32x8 v) {
   for (int i = 0; i < 8; i++) v.lane[i] = ceilf(v.lane[i]);
   return v;
 }
+inline F32x8 load_each_twice(const float* p) {
+  F32x8 r;
+  for (int i = 0; i < 8; i++) r.lane[i] = p[i / 2];
+  return r;
+}
+inline F32x8 swap_pairs(F32x8 v) {
+  F32x8 r;
+  for (int i = 0; i < 8; i++) r.lane[i] = v.lane[i ^ 1];
+  return r;
+}
+inline F32x8 sub_add(F32x8 a, F32x8 b) {
+  for (int i = 0; i < 8; i++) a.lane[i] = i % 2 ? a.lane[i] + b.lane[i] : a.lane[i] - b.lane[i];
+  return a;
+}
 inline F32x8 low_half_twice(F32x8 v) {
   for (int i = 4; i < 8; i++) v.lane[i] = v.lane[i - 4];
   return v;
