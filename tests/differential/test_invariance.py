@@ -113,6 +113,23 @@ def _rows(whole: Float32Array, spans: Sequence[tuple[int, int]]) -> Float32Array
     return np.concatenate([whole[start:end] for start, end in spans])
 
 
+@pytest.mark.parametrize(
+    ("group", "num_kv_heads", "head_dim"), [(1, 3, 32), (2, 1, 256), (5, 2, 64), (7, 1, 80), (8, 2, 128), (17, 1, 8)]
+)
+def test_query_heads_per_kv_head(tmp_path: Path, group: int, num_kv_heads: int, head_dim: int) -> None:
+    """Rows that share registers, a row alone, and rows on both sides of the end of a tile of keys."""
+    shape = RandomModel(
+        num_layers=1, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, vocab_size=50
+    )
+    model = load_model(write_random_gguf(tmp_path / "model.gguf", shape))
+    tokens = np.random.default_rng(group).integers(0, 50, 150).tolist()
+    whole = all_logits(native(model, num_threads=1), tokens)
+    for chunk_size in (1, 2, 7, 61):
+        assert_same_bits(all_logits(native(model), tokens, chunk_size=chunk_size), whole)
+    if "avx2" in _native.supported_isas():
+        assert_same_bits(all_logits(native(model, isa="scalar"), tokens[:70]), whole[:70])
+
+
 def test_default_model(model_path: Path) -> None:
     model = load_model(model_path)
     tokens = np.random.default_rng(5).integers(0, model.program.vocab_size, 70).tolist()
