@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk wheel clean
+.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk evidence-schemas wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -56,6 +56,7 @@ evidence-batching: ## continuous against static batching, same kernels and limit
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/batching.py $(ARGS)
 
+<<<<<<< HEAD
 evidence-exhaustive: ## every state of three sequences and six blocks, under every policy and admission (about 15 minutes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_exhaustive.py $(ARGS)
@@ -63,6 +64,11 @@ evidence-exhaustive: ## every state of three sequences and six blocks, under eve
 evidence-scheduler-walk: ## five million random steps of the scheduler, checked at every one (under an hour; resumes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_walk.py $(ARGS)
+=======
+evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonschema (about 2 minutes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemas.py $(ARGS)
+>>>>>>> cede937 (Structured output: JSON schemas, regular expressions, choices and grammars through llguidance, masks filled while forward runs)
 
 wheel: ## a wheel for any x86-64, in dist/
 	@scripts/setup.sh dev build
