@@ -3,8 +3,8 @@
     python benchmarks/schemas.py [--model smollm2] [--seed 7] [--output FILE]
 
 Every schema of tests/support/json_schemas.py is asked at temperatures 0 and 1, with at most 512 tokens, all together;
-the `jsonschema` package judges the answers. Targets: at least 54 of at least 60 accepted, every answer valid and ended by
-`stop`, every refusal naming its keyword. Prints a line per answer; writes dated JSON under benchmarks/results/.
+the `jsonschema` package judges the answers. Targets: at least 54 of at least 60 accepted, every answer valid and
+ended by `stop`, every refusal naming its keyword. Prints a line per answer; writes dated JSON under benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ def main() -> int:
         verdict = judge(*asked[position], completion.text, len(completion.token_ids), completion.finish_reason)
         verdicts.append(verdict)
         mark = "ok " if verdict.is_right else "BAD"
-        print(
-            f"{mark} {verdict.schema}, {verdict.temperature:g}: {verdict.num_tokens} tokens, {verdict.problem or 'fits'}"
-        )
+        what = verdict.problem or "fits"
+        print(f"{mark} {verdict.schema}, {verdict.temperature:g}: {verdict.num_tokens} tokens, {what}")
     num_right = sum(verdict.is_right for verdict in verdicts)
     unnamed = [keyword for keyword, message in messages.items() if keyword not in message]
     document |= {
