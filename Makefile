@@ -56,7 +56,6 @@ evidence-batching: ## continuous against static batching, same kernels and limit
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/batching.py $(ARGS)
 
-<<<<<<< HEAD
 evidence-exhaustive: ## every state of three sequences and six blocks, under every policy and admission (about 15 minutes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_exhaustive.py $(ARGS)
@@ -64,11 +63,9 @@ evidence-exhaustive: ## every state of three sequences and six blocks, under eve
 evidence-scheduler-walk: ## five million random steps of the scheduler, checked at every one (under an hour; resumes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_walk.py $(ARGS)
-=======
 evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonschema (about 2 minutes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemas.py $(ARGS)
->>>>>>> cede937 (Structured output: JSON schemas, regular expressions, choices and grammars through llguidance, masks filled while forward runs)
 
 wheel: ## a wheel for any x86-64, in dist/
 	@scripts/setup.sh dev build
