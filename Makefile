@@ -1,5 +1,6 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk evidence-schemas wheel clean
+.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk \
+	evidence-no-collapse evidence-fairness evidence-slo evidence-replay wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -63,9 +64,22 @@ evidence-exhaustive: ## every state of three sequences and six blocks, under eve
 evidence-scheduler-walk: ## five million random steps of the scheduler, checked at every one (under an hour; resumes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_walk.py $(ARGS)
-evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonschema (about 2 minutes)
+
+evidence-no-collapse: ## a pool for a quarter of the load, three admissions at every concurrency limit (virtual time, under 5 minutes; ARGS=--real for a real point)
 	@scripts/setup.sh dev
-	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemas.py $(ARGS)
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/no_collapse.py $(ARGS)
+
+evidence-fairness: ## one tenant floods, another asks seldom: time to first token under vtc and fcfs (virtual time, under 5 minutes; ARGS=--real for a real point)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/fairness.py $(ARGS)
+
+evidence-slo: ## TPOT targets under load: windows held, refusals, throughput (virtual time, under 5 minutes; ARGS=--real for a real point)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/slo.py $(ARGS)
+
+evidence-replay: ## an hour of mixed traffic, logged and replayed byte for byte (virtual time, under 5 minutes; ARGS=--real for a real point)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/replay_hour.py $(ARGS)
 
 wheel: ## a wheel for any x86-64, in dist/
 	@scripts/setup.sh dev build

@@ -134,8 +134,8 @@ def _nonnegative_least_squares(
 # 457 and 3300 ms.
 TWO_CORES = CostModel(6.2e-3, (1.25e-3, 0.8e-3, 0.55e-3), 1.0e-6, 0.36e-3, (8, 128))
 
-# A machine of the other kind, after a large model on a data-centre GPU: reading the weights takes 35 ms whatever the
-# batch, some 250 tokens ride along nearly for free, then arithmetic is full. Not measured.
-ACCELERATOR = CostModel(35e-3, (16e-6, 180e-6, 180e-6), 6e-9, 32e-6, (256, 512))
+# A machine of the other kind, as an accelerator is: reading the weights takes 35 ms whatever the batch, some 32 tokens
+# ride along nearly for free, then arithmetic is full. Not measured.
+ACCELERATOR = CostModel(35e-3, (0.1e-3, 0.4e-3, 0.4e-3), 20e-9, 50e-6, (32, 512))
 
 COST_MODELS = {"two-cores": TWO_CORES, "accelerator": ACCELERATOR}
