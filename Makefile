@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk \
+.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk evidence-schemas \
 	evidence-no-collapse evidence-fairness evidence-slo evidence-replay wheel clean
 .DEFAULT_GOAL := help
 
@@ -64,6 +64,9 @@ evidence-exhaustive: ## every state of three sequences and six blocks, under eve
 evidence-scheduler-walk: ## five million random steps of the scheduler, checked at every one (under an hour; resumes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_walk.py $(ARGS)
+evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonschema (about 2 minutes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemas.py $(ARGS)
 
 evidence-no-collapse: ## a pool for a quarter of the load, three admissions at every concurrency limit (virtual time, under 5 minutes; ARGS=--real for a real point)
 	@scripts/setup.sh dev

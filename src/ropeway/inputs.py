@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, RequestTooLargeError
 from ropeway.text.chat_template import ChatTemplate
+from ropeway.text.grammar import Grammars
 from ropeway.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -38,6 +39,7 @@ class RequestBuilder:
     max_model_len: the effective context, in tokens. vocab_size: rows of the embedding. has_priorities: the scheduler
     looks at them.
     default_sampling: fields of SamplingParams as the model's makers advise them, for callers who do not say.
+    grammars: shared with the engine, so that what is compiled here is found there.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class RequestBuilder:
         vocab_size: int,
         has_priorities: bool = False,
         default_sampling: Mapping[str, float] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.default_sampling = dict(default_sampling or {})
+        self.grammars = grammars or Grammars(tokenizer)
         self._chat_template = chat_template
         self._vocab_size = vocab_size
         self._has_priorities = has_priorities
@@ -139,6 +143,8 @@ class RequestBuilder:
             )
         self._check_token_ids("stop_token_ids", tuple(params.stop_token_ids))
         self._check_token_ids("logit_bias", tuple(params.logit_bias or ()))
+        if params.grammar is not None:
+            self.grammars.check(params.grammar)
         bad_words = tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spellings(word)))
         own_stops = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
         seed = secrets.randbits(64) if params.seed is None else params.seed % MAX_SEED

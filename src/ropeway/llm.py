@@ -35,6 +35,7 @@ from ropeway.model.loading import Model, load_model
 from ropeway.model.sampling_defaults import sampling_defaults
 from ropeway.outputs import Assembler, RequestOutput, Transcript
 from ropeway.text.chat_template import ChatTemplate
+from ropeway.text.grammar import Grammars
 from ropeway.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def finish_engine(prepared: PreparedModel) -> LoadedEngine:
     num_cache_groups = len(program.cache_groups)
     recipe = scheduler_recipe(facts, num_cache_groups=num_cache_groups, costs=costs)
     decision_log = open_decision_log(facts, recipe)
-    engine = make_engine(prepared.backend, recipe, decision_log)
+    engine = make_engine(prepared.backend, recipe, decision_log, prepared.builder.grammars)
     return LoadedEngine(engine, prepared.builder, prepared.backend, facts, prepared.path, decision_log)
 
 
@@ -209,13 +210,19 @@ def open_decision_log(facts: EngineFacts, recipe: SchedulerRecipe) -> DecisionLo
     return DecisionLogFile(Path(facts.decision_log), recipe.to_values(), facts.decision_log_bytes)
 
 
-def make_engine(backend: Backend, recipe: SchedulerRecipe, decision_log: DecisionLogFile | None = None) -> Engine:
-    """An engine on a backend, with a scheduler made from `recipe`."""
+def make_engine(
+    backend: Backend,
+    recipe: SchedulerRecipe,
+    decision_log: DecisionLogFile | None = None,
+    grammars: Grammars | None = None,
+) -> Engine:
+    """An engine on a backend, with a scheduler made from `recipe`. grammars: those that requests are built with."""
     runner = Runner(
         backend,
         max_num_seqs=recipe.max_num_seqs,
         max_model_len=recipe.max_model_len,
         num_cache_groups=recipe.num_cache_groups,
+        grammars=grammars,
     )
     if decision_log is None:
         return Engine(recipe.make(), runner, time.monotonic)

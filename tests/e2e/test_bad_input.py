@@ -28,7 +28,7 @@ BODIES: list[tuple[str, Any, int, str | None]] = [
     (COMPLETIONS, {"prompt": [5] * 512}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, 400, "max_tokens"),
     (COMPLETIONS, {"prompt": ["x"] * 100, "n": 100}, 400, "prompt"),
-    (COMPLETIONS, {**P, "max_tokens": 0}, 400, "max_tokens"),
+    (COMPLETIONS, {**P, "max_tokens": -1}, 400, "max_tokens"),
     (COMPLETIONS, {**P, "max_tokens": 10**30}, 400, "max_tokens"),
     (COMPLETIONS, {**P, "temperature": -0.5}, 400, "temperature"),
     (COMPLETIONS, {**P, "top_p": 0}, 400, "top_p"),

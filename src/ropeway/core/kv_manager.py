@@ -45,6 +45,11 @@ class KVManager:
         return self._block_size
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether full blocks are hashed and offered to others."""
+        return self._hasher is not None
+
+    @property
     def num_groups(self) -> int:
         return len(self._pools)
 

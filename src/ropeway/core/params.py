@@ -41,6 +41,7 @@ class SamplingParams:
     bad_words: texts whose last token is never drawn where it would complete them within the output.
     include_stop_str_in_output: the stop string, or the text of the stop token, is part of the answer.
     skip_special_tokens: control tokens have no text.
+    grammar: what every answer must follow, as `ropeway.text.grammar` writes it; plain text here.
 
     Raises InvalidRequestError with the field's name for a value out of range.
     """
@@ -65,6 +66,7 @@ class SamplingParams:
     bad_words: Iterable[str] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)

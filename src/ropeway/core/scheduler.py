@@ -109,33 +109,40 @@ class Scheduler:
         assert result.sequence_ids == sampled_ids and len(result.token_ids) == len(sampled_ids), "not what was planned"
         self._in_flight = None
         self._pacing.on_computed(plan, now_s - self._planned_s)
-        roster, batching, append_token = self._roster, self._batching, self._kv.append_token
         for computed in self._prefilled:
             if computed.finish_reason is None and computed.sequence_id not in result.failed_sequence_ids:
                 self._kv.publish(computed)
-        events = [] if result.prompt_logprobs is None else self._prompt_news(result.prompt_logprobs)
-        num_news = len(events)
-        for sequence_id, token_id in zip(sampled_ids, result.token_ids, strict=True):
-            sequence = roster.sequences.get(sequence_id)
+        prompt_events = [] if result.prompt_logprobs is None else self._prompt_news(result.prompt_logprobs)
+        events = self._take_tokens(result, now_s)
+        self._num_generation_tokens += len(events)
+        return prompt_events + events + self._roster.end_all(self._unfinished(result.failed_sequence_ids), "error")
+
+    def _take_tokens(self, result: StepResult, now_s: float) -> list[SequenceEvent]:
+        """Append what was sampled; the news of it. The one loop that runs for every token of every sequence."""
+        sequences, stopped_ids, logprobs = self._roster.sequences, result.stopped_sequence_ids, result.logprobs
+        append_token = self._kv.append_token if self._kv.shares_blocks else None
+        events = []
+        for sequence_id, token_id in zip(result.sequence_ids, result.token_ids, strict=True):
+            sequence = sequences.get(sequence_id)
             if sequence is None:  # ended while the step was in flight, or padding
                 continue
-            append_token(sequence, token_id)
+            if append_token is not None:
+                append_token(sequence, token_id)
             reason = sequence.append_token(token_id)
-            if result.stopped_sequence_ids and sequence_id in result.stopped_sequence_ids:
+            if stopped_ids and sequence_id in stopped_ids:
                 reason = "stop"
             request_id, num_cached_tokens = sequence.request.request_id, sequence.num_cached_tokens
             event = SequenceEvent(request_id, sequence.index, (token_id,), reason, num_cached_tokens)
-            if result.logprobs is not None and sequence_id in result.logprobs:
-                event.logprobs = (result.logprobs[sequence_id],)
+            if logprobs is not None and sequence_id in logprobs:
+                event.logprobs = (logprobs[sequence_id],)
             events.append(event)
             if sequence.first_token_s is None:
                 sequence.first_token_s = now_s
                 self._pacing.on_first_token(sequence, now_s)
             if reason is not None:
                 self._pacing.on_finished(sequence, now_s)
-                roster.finish(sequence, reason, is_retained=batching.retains(reason))
-        self._num_generation_tokens += len(events) - num_news
-        return events + roster.end_all(self._unfinished(result.failed_sequence_ids), "error")
+                self._roster.finish(sequence, reason, is_retained=self._batching.retains(reason))
+        return events
 
     def fail(self, plan: StepPlan, now_s: float) -> list[SequenceEvent]:
         """The step in flight could not be computed: every sequence in it ends as `error`, all others go on.

@@ -42,6 +42,7 @@ class Sequence:
              keys and values held   known         cache slots    num_computed <= num_slots == block_size x blocks
 
     sequence_id: ascends with arrival, never reused. index: within the request, 0..n-1.
+    max_num_tokens: those it has when it ends by length.
     num_tokens: known tokens, the prompt and what was generated.
     num_computed_tokens: leading tokens whose keys and values are in the cache, or will be after the step in flight.
     num_prefill_tokens: tokens known when it was last admitted, or will be; below them it prefills, then it decodes.
@@ -62,6 +63,7 @@ class Sequence:
     arrival_s: float = 0.0
     rank: tuple[float, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
     num_prefill_tokens: int = field(init=False)
@@ -84,11 +86,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.rank = (0.0, self.sequence_id)
         self.num_prompt_tokens = self.num_tokens = self.num_prefill_tokens = len(self.request.prompt_token_ids)
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens it has when it ends by length."""
-        return self.num_prompt_tokens + self.request.max_tokens
+        self.max_num_tokens = self.num_prompt_tokens + self.request.max_tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -104,8 +102,7 @@ class Sequence:
         An id that ends the sequence does so only after min_tokens others; the sampler masks it before that.
         """
         request = self.request
-        num_generated = self.num_tokens - self.num_prompt_tokens
-        self.num_tokens += 1
-        if token_id in request.stop_token_ids and num_generated >= request.params.min_tokens:
+        self.num_tokens = num_tokens = self.num_tokens + 1
+        if token_id in request.stop_token_ids and num_tokens > self.num_prompt_tokens + request.params.min_tokens:
             return "stop"
-        return "length" if num_generated + 1 >= request.max_tokens else None
+        return "length" if num_tokens >= self.max_num_tokens else None

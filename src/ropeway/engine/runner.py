@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ropeway.backends.batch import (
     Backend,
     BlockTables,
+    Float32Array,
     ForwardBatch,
     Int32Array,
     Int64Array,
@@ -25,6 +26,7 @@ from ropeway.backends.batch import (
 )
 from ropeway.core.params import Request
 from ropeway.core.plan import BlockGrants, StepPlan, StepResult, TokenLogprobs
+from ropeway.engine.grammar_masks import GrammarMasks, Grammars
 from ropeway.engine.prompt_scores import PromptScores, as_tuples
 from ropeway.engine.token_lists import TokenLists, no_token_lists
 
@@ -63,9 +65,18 @@ class Runner:
 
     max_num_seqs: slots allocated at the start; more are added when more sequences have run and not ended, as preemption
     allows. max_model_len: most tokens of a sequence, prompt and output. num_cache_groups: block tables per sequence.
+    grammars: for requests that have one.
     """
 
-    def __init__(self, backend: Backend, *, max_num_seqs: int, max_model_len: int, num_cache_groups: int = 1) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_cache_groups: int = 1,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._backend = backend
         self._row_tokens = max_model_len + 1  # where max_tokens is 0, one token is drawn behind the prompt all the same
         self._row_blocks = -(-max_model_len // backend.block_size)
@@ -75,6 +86,7 @@ class Runner:
         self._token_lists = TokenLists()
         self._num_tops: dict[int, int] = {}  # by slot, of those that ask for log-probabilities
         self._prompt_scores = PromptScores()
+        self._grammar_masks = GrammarMasks(grammars, backend.vocab_size)
         self._result: StepResult | None = None
         # Decoding repeats the same rows step after step, and gathering them anew costs as much as the rest of a launch.
         self._planned: _Rows | None = None
@@ -99,32 +111,32 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         """Runs one step: applies what the plan says changed, computes its rows, draws and feeds back their tokens."""
         assert self._result is None, f"step {plan.step_id} launched before the last result was collected"
-        rows = self._apply_changes(plan)
+        rows = sampled = self._apply_changes(plan)
+        if not all(plan.is_sampled):
+            sampled = self._sampled = self._rows(tuple(compress(plan.sequence_ids, plan.is_sampled)), self._sampled)
+        masks = self._grammar_masks.start(sampled.slots)
         num_known = self._num_tokens[rows.slots]
         batch = self._forward_batch(plan, rows, num_known)
-        kv_lens, logits_rows, prompt_logprobs = batch.kv_lens, None, None
-        due = self._prompt_scores.due(batch, rows.slots, self._tokens, rows.ints[_NUM_PROMPT])
-        if due is None:
-            logits = self._backend.forward(batch)
-        else:
-            # No row is in both: a token that is scored is known, one that is sampled is not.
-            out_rows = np.union1d(batch.out_rows, due.out_rows).astype(np.int32)
-            logits_rows = np.searchsorted(out_rows, batch.out_rows).astype(np.int32)
-            logits = self._backend.forward(replace(batch, out_rows=out_rows))
-            prompt_logprobs = self._prompt_scores.take(due, self._backend.score(logits, due.batch(out_rows)))
-        if len(batch.out_rows) == 0:
+        logits, logits_rows, prompt_logprobs = self._logits(batch, rows)
+        if not sampled.sequence_ids:
             self._result = StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
             return
-        if not all(plan.is_sampled):
+        kv_lens = batch.kv_lens
+        if sampled is not rows:
             is_sampled = np.array(plan.is_sampled, dtype=np.bool_)
             kv_lens, num_known = kv_lens[is_sampled], num_known[is_sampled]
-            sequence_ids = tuple(compress(plan.sequence_ids, plan.is_sampled))
-            rows = self._sampled = self._rows(sequence_ids, self._sampled)
         # A padding row of a static batch ends one token early, and draws its last token again.
-        num_least = np.maximum(num_known - 1, rows.ints[_NUM_PROMPT])
+        num_least = np.maximum(num_known - 1, sampled.ints[_NUM_PROMPT])
         assert (kv_lens >= num_least).all(), "a sampled row ends too early"
-        samples = self._backend.sample(logits, self._sample_batch(rows, kv_lens, logits_rows))
-        result = self._feed_back(plan.step_id, rows, kv_lens, samples)
+        sample_batch = self._sample_batch(sampled, kv_lens)
+        if logits_rows is not None or masks is not None:
+            filled = None if masks is None else masks.wait()
+            sample_batch = replace(sample_batch, logits_rows=logits_rows, masks=filled)
+        samples = self._backend.sample(logits, sample_batch)
+        result = self._feed_back(plan.step_id, sampled, kv_lens, samples)
+        if sample_batch.masks is not None:
+            complete = self._grammar_masks.accept(sample_batch.masks, sampled.slots, samples)
+            result = replace(result, stopped_sequence_ids=tuple(sampled.sequence_ids[row] for row in complete))
         self._result = result if prompt_logprobs is None else replace(result, prompt_logprobs=prompt_logprobs)
 
     def collect(self) -> StepResult:
@@ -210,6 +222,8 @@ class Runner:
         self._token_lists.add(slot, request)
         if params.logprobs is not None:
             self._num_tops[slot] = params.logprobs
+        if params.grammar is not None:
+            self._grammar_masks.add(slot, params.grammar)
         if params.prompt_logprobs is not None and index == 0:  # one of n is enough
             self._prompt_scores.add(slot, sequence_id, params.prompt_logprobs)
         return slot
@@ -223,6 +237,7 @@ class Runner:
         self._token_lists.forget(slot)
         self._num_tops.pop(slot, None)
         self._prompt_scores.forget(slot)
+        self._grammar_masks.forget(slot)
         self._free_slots.append(slot)
 
     def _grow(self, num_slots: int) -> None:
@@ -278,7 +293,20 @@ class Runner:
             out_rows=last_rows if all(plan.is_sampled) else last_rows[np.array(plan.is_sampled, dtype=np.bool_)],
         )
 
-    def _sample_batch(self, rows: _Rows, num_tokens: Int32Array, logits_rows: Int32Array | None) -> SampleBatch:
+    def _logits(
+        self, batch: ForwardBatch, rows: _Rows
+    ) -> tuple[Float32Array, Int32Array | None, dict[int, tuple[TokenLogprobs, ...]] | None]:
+        """The logits of a step; with prompt tokens to score also which rows are those of `batch`, and the scores."""
+        due = self._prompt_scores.due(batch, rows.slots, self._tokens, rows.ints[_NUM_PROMPT])
+        if due is None:
+            return self._backend.forward(batch), None, None
+        # No row is in both: a token that is scored is known, one that is sampled is not.
+        out_rows = np.union1d(batch.out_rows, due.out_rows).astype(np.int32)
+        logits = self._backend.forward(replace(batch, out_rows=out_rows))
+        scores = self._backend.score(logits, due.batch(out_rows))
+        return logits, np.searchsorted(out_rows, batch.out_rows).astype(np.int32), self._prompt_scores.take(due, scores)
+
+    def _sample_batch(self, rows: _Rows, num_tokens: Int32Array) -> SampleBatch:
         """num_tokens[R]: tokens of each row before the one to be drawn."""
         floats, ints = rows.floats, rows.ints
         lists = (
@@ -306,7 +334,6 @@ class Runner:
             bias_values=lists.bias_values,
             banned_indptr=lists.banned_indptr,
             banned_ids=lists.banned_ids,
-            logits_rows=logits_rows,
             logprobs=rows.logprobs,
         )
 

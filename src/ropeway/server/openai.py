@@ -102,11 +102,12 @@ async def start_completion(llm: AsyncLLM, body: CompletionBody) -> Generation:
     prompts = body.prompts()
     _check_num_choices(len(prompts), body)
     encoded = await _off_loop_if_long(_num_characters(prompts), lambda: [llm.builder.encode(each) for each in prompts])
+    grammar = await _grammar(llm, body)
     max_tokens = body.max_tokens
     if max_tokens is None:
         longest = max(len(prompt.token_ids) for prompt in encoded)
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, llm.facts.max_model_len - longest))
-    return _generation(llm, body, model, f"cmpl-{uuid.uuid4().hex}", encoded, max_tokens)
+    return _generation(llm, body, model, f"cmpl-{uuid.uuid4().hex}", encoded, max_tokens, grammar)
 
 
 async def start_chat(llm: AsyncLLM, body: ChatBody) -> Generation:
@@ -116,7 +117,8 @@ async def start_chat(llm: AsyncLLM, body: ChatBody) -> Generation:
     messages = body.conversation()
     num_characters = sum(len(str(message["content"])) for message in messages)
     encoded = await _off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages))
-    return _generation(llm, body, model, f"chatcmpl-{uuid.uuid4().hex}", [encoded], body.num_tokens_asked)
+    grammar = await _grammar(llm, body)
+    return _generation(llm, body, model, f"chatcmpl-{uuid.uuid4().hex}", [encoded], body.num_tokens_asked, grammar)
 
 
 async def whole_answer(generation: Generation, stream: OutputStream, form: Format) -> bytes:
@@ -231,8 +233,9 @@ def _generation(
     answer_id: str,
     prompts: Sequence[EncodedPrompt],
     max_tokens: int | None,
+    grammar: str | None,
 ) -> Generation:
-    params = body.sampling_params(max_tokens, llm.builder.default_sampling)
+    params = body.sampling_params(max_tokens, llm.builder.default_sampling, grammar)
     terms = body.service_terms()
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
@@ -253,6 +256,24 @@ def _generation(
         echo=echo,
     )
     return Generation(answer_id, model, int(time.time()), requests, body.includes_usage, wishes, tokenizer)
+
+
+async def _grammar(llm: AsyncLLM, body: SamplingBody) -> str | None:
+    """The grammar of an answer, compiled off the loop (it may take a second), so that building the request finds it."""
+    if body.response_format is None and body.structured_outputs is None:
+        return None
+
+    def compiled() -> str | None:
+        grammar = body.grammar()
+        if grammar is not None:
+            try:
+                llm.builder.grammars.check(grammar)
+            except InvalidRequestError as error:
+                field = "response_format" if body.structured_outputs is None else "structured_outputs"
+                raise InvalidRequestError(f"{field}: {error}", param=field) from None
+        return grammar
+
+    return await asyncio.to_thread(compiled)
 
 
 def _served_model(llm: AsyncLLM, body: SamplingBody) -> str:

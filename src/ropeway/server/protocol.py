@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ropeway.core.params import MAX_LOGPROBS, SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
+from ropeway.server.structured import grammar_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_COMPLETION_LOGPROBS = 5
@@ -41,9 +42,7 @@ _REFUSED_EVERYWHERE: dict[str, tuple[object, ...]] = {
     "guided_regex": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "use_beam_search": (False,),
 }
 REFUSED_COMPLETION_FIELDS = {
@@ -113,6 +112,10 @@ class SamplingBody(BaseModel):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, description="-1 keeps what leaves room for max_tokens.")
+    response_format: dict[str, Any] | None = Field(None, description="text, json_object or json_schema.")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, json_object, regex, choice and grammar (Lark or GBNF)."
+    )
 
     @property
     def includes_usage(self) -> bool:
@@ -128,7 +131,9 @@ class SamplingBody(BaseModel):
         """Alternatives to report with each token; None reports nothing. Raises InvalidRequestError."""
         return None
 
-    def sampling_params(self, max_tokens: int | None, defaults: Mapping[str, float] | None = None) -> SamplingParams:
+    def sampling_params(
+        self, max_tokens: int | None, defaults: Mapping[str, float] | None = None, grammar: str | None = None
+    ) -> SamplingParams:
         """The parameters asked for, `defaults` where a field is not given. Raises InvalidRequestError with the field's
         name.
         """
@@ -159,7 +164,11 @@ class SamplingBody(BaseModel):
         given["logprobs"] = self.num_logprobs
         if self.echoes and self.num_logprobs is not None:
             given["prompt_logprobs"] = max(self.num_logprobs, self.prompt_logprobs or 0)
-        return SamplingParams(max_tokens=max_tokens, **given)
+        return SamplingParams(max_tokens=max_tokens, grammar=grammar, **given)
+
+    def grammar(self) -> str | None:
+        """What the answer must follow; None leaves it free. Raises InvalidRequestError."""
+        return grammar_of(self.response_format, self.structured_outputs)
 
     def service_terms(self) -> ServiceTerms:
         """On whose account and how soon it is to be served. Raises InvalidRequestError with the field's name."""

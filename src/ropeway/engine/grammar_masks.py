@@ -1,0 +1,89 @@
+"""The grammars of sequences that have one: masks are filled on a thread of their own while `forward` computes.
+
+Keyed by the runner's slots. What a grammar is belongs to the text side; here it is text, a matcher and a row of bits.
+Knows arrays and one thread; knows nothing of scheduling or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ropeway.backends.batch import Int32Array, Int64Array, Samples, TokenMasks
+
+
+class Grammars(Protocol):
+    """Makes matchers, each of which follows one sequence through its grammar; `text.grammar.Grammars` is one."""
+
+    def new_matcher(self, grammar: str) -> Any: ...
+
+    def fill_masks(self, matchers: Sequence[Any], words: npt.NDArray[np.uint32]) -> None:
+        """words[M, ceil(V / 32)]: a bit per token that may come next, low bits first."""
+        ...
+
+    def accept(self, matcher: Any, token_id: int) -> bool:
+        """Goes on by a token; whether the text is complete, so that nothing may follow."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PendingMasks:
+    """Masks that are being filled."""
+
+    rows: Int32Array
+    words: npt.NDArray[np.uint32]
+    filled: Future[None]
+
+    def wait(self) -> TokenMasks:
+        self.filled.result()
+        return TokenMasks(self.rows, self.words)
+
+
+class GrammarMasks:
+    """The matchers of every sequence that has a grammar and has not completed it."""
+
+    def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
+        self._grammars = grammars
+        self._num_words = -(-vocab_size // 32)
+        self._matchers: dict[int, Any] = {}
+        self._executor: ThreadPoolExecutor | None = None
+
+    def add(self, slot: int, grammar: str) -> None:
+        assert self._grammars is not None, "this engine was made without grammars"
+        self._matchers[slot] = self._grammars.new_matcher(grammar)
+
+    def forget(self, slot: int) -> None:
+        self._matchers.pop(slot, None)
+
+    def start(self, slots: Int64Array) -> PendingMasks | None:
+        """Begins to fill the masks of the rows of these slots that have a grammar; None where no row has."""
+        if not self._matchers:
+            return None
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._matchers]
+        if not rows:
+            return None
+        assert self._grammars is not None
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "ropeway-masks")
+        words = np.zeros((len(rows), self._num_words), dtype=np.uint32)
+        matchers = [self._matchers[int(slots[row])] for row in rows]
+        filled = self._executor.submit(self._grammars.fill_masks, matchers, words)
+        return PendingMasks(np.array(rows, dtype=np.int32), words, filled)
+
+    def accept(self, masks: TokenMasks, slots: Int64Array, samples: Samples) -> list[int]:
+        """Goes on by the tokens drawn under `masks`; the rows whose text is complete with them."""
+        assert self._grammars is not None
+        complete = []
+        for row in masks.rows.tolist():
+            slot = int(slots[row])
+            if samples.is_failed[row]:
+                continue
+            if self._grammars.accept(self._matchers[slot], int(samples.token_ids[row])):
+                del self._matchers[slot]
+                complete.append(row)
+        return complete
