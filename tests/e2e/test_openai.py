@@ -45,8 +45,22 @@ def test_streamed_chat_is_unstreamed_chat(client: OpenAI, parameters: dict[str, 
     assert roles == {"assistant", None}
     assert {choice.index: choice.message.content for choice in whole.choices} == texts
     assert {choice.index: choice.finish_reason for choice in whole.choices} == reasons
-    assert whole.usage == usage
-    assert whole.usage is not None and whole.usage.prompt_tokens > 20
+    assert whole.usage is not None and usage is not None and whole.usage.prompt_tokens > 20
+    assert whole.usage.total_tokens == usage.total_tokens and whole.usage.completion_tokens == usage.completion_tokens
+    details = usage.prompt_tokens_details
+    assert details is not None and details.cached_tokens is not None
+    assert usage.prompt_tokens - 16 <= details.cached_tokens < usage.prompt_tokens, "the same prompt was not found"
+
+
+def test_a_salt_hides_what_is_cached(client: OpenAI) -> None:
+    def num_cached(salt: str | None) -> int | None:
+        body = {} if salt is None else {"cache_salt": salt}
+        prompt = [[7] * 40, [8] * 20]
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=2, extra_body=body)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [num_cached(salt) for salt in (None, None, "a", "b", "a", None)] == [0, 48, 0, 0, 48, 48]
 
 
 @pytest.mark.parametrize("parameters", PARAMETERS)

@@ -67,6 +67,18 @@ def test_more_than_is_free_is_refused_with_the_numbers(options: dict[str, object
         resolve(EngineConfig.from_options(options), MODEL, free_for_pool(GIB))
 
 
+def test_the_prefix_cache_is_on_but_for_the_baselines() -> None:
+    def has_cache(**options: object) -> bool:
+        return resolve(EngineConfig.from_options(options), MODEL, free_for_pool(GIB)).has_prefix_cache
+
+    assert has_cache() and has_cache(enable_prefix_caching=True)
+    assert not has_cache(enable_prefix_caching=False) and not has_cache(batching="static")
+    with pytest.raises(ConfigError, match="without a prefix cache"):
+        EngineConfig(enable_prefix_caching=True, batching="static-padded")
+    with pytest.raises(ConfigError, match="must be True or False, not 'yes'"):
+        EngineConfig.from_options({"enable_prefix_caching": "yes"})
+
+
 def test_weights_that_do_not_fit() -> None:
     with pytest.raises(OutOfMemoryError, match="200.0 MiB are free"):
         resolve(EngineConfig(), MODEL, 200 << 20)

@@ -181,17 +181,18 @@ class KVManager:
         sequence.num_slots += num_blocks * self._block_size
         return granted
 
-    def append_token(self, sequence: TokenSequence, token_id: int) -> None:
-        """A token was sampled; what was known before it is computed."""
-        if self._hasher is None:
-            return
-        tail = sequence.tail_token_ids
-        tail.append(token_id)
-        if len(tail) > self._block_size:
-            parent = sequence.block_hashes[-1] if sequence.block_hashes else None
-            full, sequence.tail_token_ids = tail[: self._block_size], tail[self._block_size :]
-            sequence.block_hashes.append(self._hasher.next_hash(sequence.request, parent, full))
-            self.publish(sequence)
+    def seal(self, sequence: TokenSequence) -> None:
+        """Hash and offer the block that is full; its tokens, and one more, are the sequence's tail, and it is computed.
+
+        Due when num_tokens reaches num_tokens_to_seal: the token behind a block is known once the block is computed.
+        """
+        assert self._hasher is not None and len(sequence.tail_token_ids) == self._block_size + 1
+        parent = sequence.block_hashes[-1] if sequence.block_hashes else None
+        last_token_id = sequence.tail_token_ids.pop()
+        sequence.block_hashes.append(self._hasher.next_hash(sequence.request, parent, sequence.tail_token_ids))
+        sequence.tail_token_ids = [last_token_id]
+        sequence.num_tokens_to_seal += self._block_size
+        self.publish(sequence)
 
     def publish(self, sequence: TokenSequence) -> None:
         """Offer the full blocks that a running sequence has computed, once the step that did so has succeeded."""
@@ -245,14 +246,14 @@ class KVManager:
 
     def _hash_prompt(self, sequence: TokenSequence, hasher: BlockHasher) -> None:
         """Hash the prompt's blocks, once."""
-        if sequence.is_hashed:
+        if sequence.num_tokens_to_seal:
             return
         request = sequence.request
         if self._hashed is None or self._hashed[0] is not request:
             self._hashed = (request, hasher.prompt_hashes(request))
         sequence.block_hashes = list(self._hashed[1])
         sequence.tail_token_ids = list(request.prompt_token_ids[len(sequence.block_hashes) * self._block_size :])
-        sequence.is_hashed = True
+        sequence.num_tokens_to_seal = (len(sequence.block_hashes) + 1) * self._block_size + 1
 
     def _set_frontier(self, sequence: TokenSequence) -> None:
         if sequence.num_published_blocks < len(sequence.block_hashes):

@@ -109,9 +109,7 @@ class Scheduler:
         assert result.sequence_ids == sampled_ids and len(result.token_ids) == len(sampled_ids), "not what was planned"
         self._in_flight = None
         self._pacing.on_computed(plan, now_s - self._planned_s)
-        for computed in self._prefilled:
-            if computed.finish_reason is None and computed.sequence_id not in result.failed_sequence_ids:
-                self._kv.publish(computed)
+        self._publish(result)
         prompt_events = [] if result.prompt_logprobs is None else self._prompt_news(result.prompt_logprobs)
         events = self._take_tokens(result, now_s)
         self._num_generation_tokens += len(events)
@@ -120,15 +118,17 @@ class Scheduler:
     def _take_tokens(self, result: StepResult, now_s: float) -> list[SequenceEvent]:
         """Append what was sampled; the news of it. The one loop that runs for every token of every sequence."""
         sequences, stopped_ids, logprobs = self._roster.sequences, result.stopped_sequence_ids, result.logprobs
-        append_token = self._kv.append_token if self._kv.shares_blocks else None
+        kv, shares_blocks = self._kv, self._kv.shares_blocks
         events = []
         for sequence_id, token_id in zip(result.sequence_ids, result.token_ids, strict=True):
             sequence = sequences.get(sequence_id)
             if sequence is None:  # ended while the step was in flight, or padding
                 continue
-            if append_token is not None:
-                append_token(sequence, token_id)
             reason = sequence.append_token(token_id)
+            if shares_blocks:
+                sequence.tail_token_ids.append(token_id)
+                if sequence.num_tokens == sequence.num_tokens_to_seal:
+                    kv.seal(sequence)
             if stopped_ids and sequence_id in stopped_ids:
                 reason = "stop"
             request_id, num_cached_tokens = sequence.request.request_id, sequence.num_cached_tokens
@@ -143,6 +143,12 @@ class Scheduler:
                 self._pacing.on_finished(sequence, now_s)
                 self._roster.finish(sequence, reason, is_retained=self._batching.retains(reason))
         return events
+
+    def _publish(self, result: StepResult) -> None:
+        """Offer to others what those who prefilled in this step have computed, as far as it can be trusted."""
+        for sequence in self._prefilled:
+            if sequence.finish_reason is None and sequence.sequence_id not in result.failed_sequence_ids:
+                self._kv.publish(sequence)
 
     def fail(self, plan: StepPlan, now_s: float) -> list[SequenceEvent]:
         """The step in flight could not be computed: every sequence in it ends as `error`, all others go on.

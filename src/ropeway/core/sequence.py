@@ -52,7 +52,8 @@ class Sequence:
     rank: its place in an order that never changes, given once by its policy. waiting_reason: while it waits.
     num_cached_tokens: of its prompt, how many the prefix cache held when it first boarded.
     block_hashes: of its full blocks, as far as known and, behind the prompt, computed; kept when it is preempted.
-    tail_token_ids: the known tokens after those. is_hashed: both were made, from the prompt.
+    tail_token_ids: the known tokens after those. num_tokens_to_seal: with so many tokens known, the next block has been
+    computed; 0 until the prompt was hashed. (Without a prefix cache none of these is kept.)
     num_published_blocks: leading blocks of its table that others may share.
     match: what it would find in the prefix cache, as of when that was asked; nothing once it has boarded.
     """
@@ -77,7 +78,7 @@ class Sequence:
     waiting_reason: WaitingReason = field(init=False, default=WaitingReason.POLICY)
     finish_reason: FinishReason | None = field(init=False, default=None)
     num_cached_tokens: int = field(init=False, default=0)
-    is_hashed: bool = field(init=False, default=False)
+    num_tokens_to_seal: int = field(init=False, default=0)
     block_hashes: list[bytes] = field(init=False, default_factory=list)
     tail_token_ids: list[int] = field(init=False, default_factory=list)
     num_published_blocks: int = field(init=False, default=0)
