@@ -59,7 +59,9 @@ int Executable::add_buffer(int width) {
   if (width < 1) refuse("a buffer of width ", width);
   Buffer& buffer = buffers_.emplace_back();
   buffer.width = width;
-  buffer.ld = round_up(width, 2 * kLanes);
+  // Rows lie an odd number of cache lines apart. An even number puts the same column of many rows in few sets of the
+  // caches: products of 64 to 256 rows take 1.05 times as long.
+  buffer.ld = round_up(width, 2 * kLanes) | 2 * kLanes;
   return static_cast<int>(buffers_.size()) - 1;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cassert>
+#include <climits>
 #include <cstring>
 
 namespace ropeway {
@@ -212,7 +213,14 @@ int gemm_chunk_columns(const PackedMatrix& w, int num_rows, int num_threads) {
   double tile_work = double(w.k) * kTileColumns * num_rows;
   int wanted = std::max(1, int(kChunkMultiplyAdds / tile_work));
   int fair = std::max(1, tiles / (4 * std::max(1, num_threads)));
-  return std::min(wanted, fair) * kTileColumns;
+  // Of the sizes down to half of what is allowed, the one with which threads of equal speed end soonest.
+  const int limit = std::min(wanted, fair);
+  int best = limit, best_end = INT_MAX;
+  for (int size = limit; size > limit / 2; size--) {
+    int chunks = (tiles + size - 1) / size, rounds = (chunks + num_threads - 1) / num_threads;
+    if (rounds * size < best_end) best = size, best_end = rounds * size;
+  }
+  return best * kTileColumns;
 }
 
 }  // namespace ropeway

@@ -26,9 +26,10 @@ struct GemmFloat {
   using Packed = PackedSource;
   using Panel = SourceF32;
   static constexpr int kStepInputs = 1;
-  static constexpr int kPanelSteps = 256;  // 16 KB
+  static constexpr int kDirectSteps = 256;  // 8 or 16 KB
+  static constexpr int kPanelSteps = 256;   // 16 KB
   static constexpr int kRows = kTileRows;
-  static constexpr int kDirectRows = 2;
+  static constexpr int kDirectRows = 12;
 
   static void unpack(const uint8_t* packed, int count, uint8_t* panel) {
     for (int i = 0; i < count; i++, packed += Packed::kStepBytes, panel += Panel::kStepBytes) {

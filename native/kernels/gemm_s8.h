@@ -27,16 +27,50 @@ struct PanelS8 {
   F32x8 scale(int half) const { return load_f32(reinterpret_cast<const float*>(group + kCodeBytes) + half * kLanes); }
 };
 
+// The int32 sums of a step, row by row; members for the reason of SumsU4.
+template <int Rows>
+struct SumsS8 {
+  Bits256 sums[2];
+  SumsS8<Rows - 1> rest;
+
+  // Adds the products of input pair p, or starts with them.
+  ROPEWAY_INLINE void add(bool is_first, Bits256 w0, Bits256 w1, const WideGroup* group, int num_groups, int p) {
+    const Bits256 x = broadcast_32(group->codes + 2 * p);
+    const Bits256 p0 = dot_i16(w0, x), p1 = dot_i16(w1, x);
+    if (is_first) {
+      sums[0] = p0, sums[1] = p1;
+    } else {
+      accumulate_i32(sums[0], p0);
+      accumulate_i32(sums[1], p1);
+    }
+    rest.add(is_first, w0, w1, group + num_groups, num_groups, p);
+  }
+
+  ROPEWAY_INLINE void add_to(float* acc, F32x8 scale0, F32x8 scale1, const WideGroup* group, int num_groups) const {
+    const F32x8 scale = broadcast_f32(&group->scale);
+    store_f32(acc, fma(i32_to_f32(sums[0]), mul(scale0, scale), load_f32(acc)));
+    store_f32(acc + kLanes, fma(i32_to_f32(sums[1]), mul(scale1, scale), load_f32(acc + kLanes)));
+    rest.add_to(acc + kTileColumns, scale0, scale1, group + num_groups, num_groups);
+  }
+};
+template <>
+struct SumsS8<0> {
+  void add(bool, Bits256, Bits256, const WideGroup*, int, int) {}
+  void add_to(float*, F32x8, F32x8, const WideGroup*, int) const {}
+};
+
 struct GemmS8 {
   using Packed = PackedS8;
   using Panel = PanelS8;
   static constexpr int kStepInputs = kGroup;
-  static constexpr int kPanelSteps = 12;  // 13 KB
+  static constexpr int kDirectSteps = 24;  // 13 KB
+  static constexpr int kPanelSteps = 12;   // 13 KB
   static constexpr int kRows = kTileRows;
-  static constexpr int kDirectRows = 2;
+  static constexpr int kDirectRows = 30;
 
   static void unpack(const uint8_t* packed, int count, uint8_t* panel) {
     for (int g = 0; g < count; g++, packed += Packed::kStepBytes, panel += Panel::kStepBytes) {
+      prefetch_ahead<Packed, kPanelSteps>(packed);
       Packed from{packed};
       for (int p = 0; p < 16; p++) {
         store_bits(panel + (p * 2 + 0) * 32, from.codes(p, 0));
@@ -56,34 +90,12 @@ struct GemmS8 {
     const WideGroup* groups = a.wide + size_t(row) * num_groups + steps.begin;
     for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, groups++) {
       const Source w{weights};
-      if constexpr (is_same<Source, Packed>) prefetch_ahead<Source>(weights);
-      Bits256 s[Rows][2];
+      if constexpr (is_same<Source, Packed>) prefetch_ahead<Source, kDirectStepsAhead>(weights);
+      SumsS8<Rows> sums;
       ROPEWAY_UNROLL
-      for (int p = 0; p < 16; p++) {
-        const Bits256 w0 = w.codes(p, 0), w1 = w.codes(p, 1);
-        ROPEWAY_UNROLL
-        for (int i = 0; i < Rows; i++) {
-          const Bits256 x = broadcast_32(groups[size_t(i) * num_groups].codes + 2 * p);
-          const Bits256 p0 = dot_i16(w0, x), p1 = dot_i16(w1, x);
-          if (p)
-            accumulate_i32(s[i][0], p0);
-          else
-            s[i][0] = p0;
-          if (p)
-            accumulate_i32(s[i][1], p1);
-          else
-            s[i][1] = p1;
-        }
-      }
-      ROPEWAY_UNROLL
-      for (int i = 0; i < Rows; i++) {
-        const F32x8 scale = broadcast_f32(&groups[size_t(i) * num_groups].scale);
-        ROPEWAY_UNROLL
-        for (int half = 0; half < 2; half++) {
-          float* to = acc + i * kTileColumns + half * kLanes;
-          store_f32(to, fma(i32_to_f32(s[i][half]), mul(w.scale(half), scale), load_f32(to)));
-        }
-      }
+      for (int p = 0; p < 16; p++) sums.add(p == 0, w.codes(p, 0), w.codes(p, 1), groups, num_groups, p);
+      sums.add_to(acc, w.scale(0), w.scale(1), groups, num_groups);
+      forget_target(acc);
     }
   }
 };

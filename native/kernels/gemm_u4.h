@@ -86,12 +86,14 @@ struct GemmU4 {
   using Packed = PackedU4<HasMin>;
   using Panel = PanelU4;
   static constexpr int kStepInputs = kGroup;
-  static constexpr int kPanelSteps = 12;  // 8 KB
+  static constexpr int kDirectSteps = 48;  // 15 KB
+  static constexpr int kPanelSteps = 12;   // 8 KB
   static constexpr int kRows = kTileRows;
-  static constexpr int kDirectRows = 8;
+  static constexpr int kDirectRows = 30;
 
   static void unpack(const uint8_t* packed, int count, uint8_t* panel) {
     for (int g = 0; g < count; g++, packed += Packed::kStepBytes, panel += Panel::kStepBytes) {
+      prefetch_ahead<Packed, kPanelSteps>(packed);
       Packed from{packed};
       for (int j = 0; j < 8; j++) {
         store_bits(panel + (j * 2 + 0) * 32, from.codes(j, 0));
@@ -119,7 +121,7 @@ struct GemmU4 {
     const CodedGroup* groups = a.coded + size_t(row) * num_groups + steps.begin;
     for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, groups++) {
       const Source w{weights};
-      if constexpr (is_same<Source, Packed>) prefetch_ahead<Source>(weights);
+      if constexpr (is_same<Source, Packed>) prefetch_ahead<Source, kDirectStepsAhead>(weights);
       SumsU4<Rows> sums;
       ROPEWAY_UNROLL
       for (int j = 0; j < 8; j++) sums.add(j == 0, w.codes(j, 0), w.codes(j, 1), groups, num_groups, j);
