@@ -1,6 +1,6 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
 .PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk evidence-schemas \
-	evidence-no-collapse evidence-fairness evidence-slo evidence-replay wheel clean
+	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -52,6 +52,10 @@ evidence-peers: ## Ropeway beside llama.cpp and OpenVINO, interleaved (about 105
 evidence-overheads: ## what Ropeway costs around its kernels: engine thread, lock, HTTP, busy core, start, memory (about 20 minutes)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/overheads.py $(ARGS)
+
+evidence-interference: ## gaps of running answers while long prompts stream in, 1, 8 and 32 running (about half an hour; ARGS=--quick)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/interference.py $(ARGS)
 
 evidence-batching: ## continuous against static batching, same kernels and limits (under an hour; ARGS=--quick for less)
 	@scripts/setup.sh dev

@@ -34,7 +34,7 @@ class Stretch:
 # balanced: ITL p99 within 2.5 x the undisturbed median, less the model's error. Past 0.2 s a step of prompt gains no
 # throughput, and whoever arrives waits for it to end.
 STRETCHES: dict[Objective, Stretch] = {
-    "balanced": Stretch(2.2, 0.0, 0.2),
+    "balanced": Stretch(2.1, 0.0, 0.2),
     "throughput": Stretch(4.0, 1.0, 1.0),
     "latency": Stretch(1.3, 0.0, 0.1),
 }
@@ -46,6 +46,7 @@ MISSED_SHARE = 0.02  # of requests, that the margin is steered to
 MARGIN_GAIN = 0.02
 DECODE_SHARE = 0.95  # of a step, that decodes may fill: the rest lets prompts go on, if slowly
 TTFT_SHARE = 0.7  # of the TTFT target, within which the line is to be served
+MAX_RETRY_S = 60.0  # that a refused client is told to wait
 RATE_WINDOW_S = 10.0  # over which the speed at which the line is served is measured
 MIN_EVIDENCE_S = 2.0  # of a line that waited, before its measured speed is believed
 
@@ -154,7 +155,7 @@ class TimedPacing:
             raise OverloadedError(
                 f"with {num_ahead} prompt tokens ahead the first token would come in about {wait_s:.1f} s, later than "
                 f"the target of {ttft_s:g} s: try again later",
-                retry_after_s=wait_s - ttft_s,
+                retry_after_s=min(wait_s - ttft_s, MAX_RETRY_S),
             )
 
     # -- a step --------------------------------------------------------------------------------------------------------
