@@ -186,13 +186,19 @@ class KVManager:
 
         Due when num_tokens reaches num_tokens_to_seal: the token behind a block is known once the block is computed.
         """
-        assert self._hasher is not None and len(sequence.tail_token_ids) == self._block_size + 1
-        parent = sequence.block_hashes[-1] if sequence.block_hashes else None
-        last_token_id = sequence.tail_token_ids.pop()
-        sequence.block_hashes.append(self._hasher.next_hash(sequence.request, parent, sequence.tail_token_ids))
+        tail, hashes, block_size = sequence.tail_token_ids, sequence.block_hashes, self._block_size
+        assert self._hasher is not None and len(tail) == block_size + 1
+        last_token_id = tail.pop()
+        block, block_hash = len(hashes), self._hasher.next_hash(sequence.request, hashes[-1] if hashes else None, tail)
+        hashes.append(block_hash)
         sequence.tail_token_ids = [last_token_id]
-        sequence.num_tokens_to_seal += self._block_size
-        self.publish(sequence)
+        sequence.num_tokens_to_seal += block_size
+        if sequence.num_published_blocks < block:  # it was preempted, and has recomputed several
+            self.publish(sequence)
+            return
+        for pool, table in zip(self._pools, sequence.block_ids, strict=True):
+            pool.publish(table[block], block_hash)
+        sequence.num_published_blocks = block + 1
 
     def publish(self, sequence: TokenSequence) -> None:
         """Offer the full blocks that a running sequence has computed, once the step that did so has succeeded."""

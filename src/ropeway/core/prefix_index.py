@@ -136,9 +136,13 @@ class PrefixIndex:
 
     def evict(self) -> int:
         """Forget the block that was parked first, and hand it over."""
-        block_id = self._newer[self._ring]
-        assert block_id != self._ring, "no block is parked"
-        self.unpark(block_id)
+        ring, older, newer = self._ring, self._older, self._newer
+        block_id = newer[ring]
+        assert block_id != ring, "no block is parked"
+        next_id = newer[block_id]
+        newer[ring], older[next_id] = next_id, ring
+        older[block_id] = newer[block_id] = block_id
+        self.num_parked -= 1
         self.remove(block_id)
         return block_id
 

@@ -241,7 +241,8 @@ class Scheduler:
         candidates = self._line.victims_for(newcomer, roster.running.values())
         if not candidates:
             return
-        kv.match(newcomer, roster.sequences_of(newcomer.request.request_id))
+        if self._has_leader(newcomer):
+            return
         has_place = len(roster.running) < self._max_num_running
         if has_place and newcomer is not self._line.entitled and admission.may_board(newcomer, kv):
             return
@@ -310,6 +311,12 @@ class Scheduler:
         for sequence, num_new_tokens in chunks:
             line.on_prefilled(sequence, num_new_tokens)
 
+    def _has_leader(self, sequence: Sequence) -> bool:
+        """Match one that might board; whether one ahead of it is computing the first block that was not found."""
+        self._kv.match(sequence, self._roster.sequences_of(sequence.request.request_id))
+        leader = self._kv.leader(sequence)
+        return leader is not None and self._line.key(leader) < self._line.key(sequence)
+
     def _defer(self, sequence: Sequence) -> bool:
         leader = self._kv.leader(sequence)
         assert leader is not None
@@ -322,9 +329,7 @@ class Scheduler:
             return WaitingReason.CAPACITY
         if not batching.may_board(num_running_before, builder.num_tokens_left):
             return WaitingReason.BUDGET if batching.may_board(num_running_before, 1) else WaitingReason.CAPACITY
-        self._kv.match(sequence, self._roster.sequences_of(sequence.request.request_id))
-        leader = self._kv.leader(sequence)
-        if leader is not None and self._line.key(leader) < self._line.key(sequence):
+        if self._has_leader(sequence):
             return WaitingReason.DEFERRED
         if sequence.match.num_tokens and builder.budget.num_prefill_tokens(sequence.match.num_tokens) < 1:
             return WaitingReason.BUDGET  # blocks are copied in the step that computes on them
