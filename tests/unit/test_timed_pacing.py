@@ -182,11 +182,11 @@ def test_answers_that_miss_tighten_the_margin() -> None:
 def test_a_ttft_target_refuses_what_would_come_too_late() -> None:
     drive = Drive(pacing(ttft_s=1.0))
     accepted = 0
-    with pytest.raises(OverloadedError, match="later than the target of 1 s") as refusal:
+    with pytest.raises(OverloadedError, match="too late for the target of 1 s") as refusal:
         for number in range(100):
             drive.add(str(number), 100, 10)
             accepted += 1
-    assert 8 <= accepted <= 10, "0.09 s each"
+    assert 7 <= accepted <= 9, "0.09 s each, up to 0.8 of the target"
     assert refusal.value.retry_after_s is not None and 0 < refusal.value.retry_after_s < 0.5
     stats = drive.scheduler.stats().pacing
     assert stats is not None and stats.is_overloaded and stats.num_refused == 1

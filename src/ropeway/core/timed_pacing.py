@@ -42,9 +42,12 @@ MAX_STRETCH = 8.0  # of decodes, for the sake of a TTFT target: prompts get 7/8 
 DOOR_SHARE = 0.8  # of the time, that an arrival may count on for prompts
 MAX_GAP_S = 0.1  # between two steps; a longer one was no part of serving
 MARGIN, MIN_MARGIN, MAX_MARGIN = 0.92, 0.6, 0.97  # of the TPOT target, that a step is planned to take
-MISSED_SHARE = 0.02  # of requests, that the margin is steered to
+MISSED_SHARE = 0.005  # of answers, that the margin is steered to; they come in clusters
 MARGIN_GAIN = 0.02
 DECODE_SHARE = 0.95  # of a step, that decodes may fill: the rest lets prompts go on, if slowly
+# Of the TTFT target, that the expected wait may be on arrival. With 1 the line stood at the target, and of the accepted
+# a third missed it; with 0.8 goodput at 1.5 x capacity rose from 0.51 to 0.77 at the same throughput.
+REFUSED_SHARE = 0.8
 TTFT_SHARE = 0.7  # of the TTFT target, within which the line is to be served
 MAX_RETRY_S = 60.0  # that a refused client is told to wait
 RATE_WINDOW_S = 10.0  # over which the speed at which the line is served is measured
@@ -149,13 +152,14 @@ class TimedPacing:
         measured = self._line.tokens_per_s() if num_queued_tokens else None
         rate = self._attainable_rate() if measured is None else measured
         wait_s = (num_ahead + num_tokens) / max(rate, 1e-3)
-        self._tally.is_overloaded = wait_s > ttft_s
-        if wait_s > ttft_s:
+        limit_s = REFUSED_SHARE * ttft_s
+        self._tally.is_overloaded = wait_s > limit_s
+        if wait_s > limit_s:
             self._tally.num_refused += 1
             raise OverloadedError(
-                f"with {num_ahead} prompt tokens ahead the first token would come in about {wait_s:.1f} s, later than "
-                f"the target of {ttft_s:g} s: try again later",
-                retry_after_s=min(wait_s - ttft_s, MAX_RETRY_S),
+                f"with {num_ahead} prompt tokens ahead the first token would come in about {wait_s:.1f} s, too late "
+                f"for the target of {ttft_s:g} s: try again later",
+                retry_after_s=min(wait_s - limit_s, MAX_RETRY_S),
             )
 
     # -- a step --------------------------------------------------------------------------------------------------------
