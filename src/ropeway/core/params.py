@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ropeway.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Timeout = Literal["request", "queue"]  # the limit that a request ran into: of its whole time, or of its wait
 
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 1000  # either way; with ageing it bounds how long anybody can be overtaken

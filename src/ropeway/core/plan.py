@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ropeway.core.params import FinishReason
+from ropeway.core.params import FinishReason, Timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,7 @@ class SequenceEvent:
     index: of the sequence within its request (0..n-1). token_ids: newly generated, in order; the stop token, where one
     ended the sequence, is included. num_tokens in a `stop` by text is settled by the text side. num_cached_tokens: of
     the prompt, how many the prefix cache held when the sequence first boarded.
+    timeout: which of its limits ended it, where one did; then finish_reason is `error`.
     logprobs: of token_ids, for a request that asks. prompt_logprobs: the next of the prompt's, from its second token.
     """
 
@@ -124,3 +125,4 @@ class SequenceEvent:
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    timeout: Timeout | None = None

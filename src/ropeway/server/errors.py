@@ -11,6 +11,7 @@ from ropeway.errors import (
     EngineStoppedError,
     InvalidRequestError,
     OverloadedError,
+    RequestTimeoutError,
     RequestTooLargeError,
     RopewayError,
     UnknownModelError,
@@ -37,6 +38,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (UnauthorizedError, 401, "invalid_request_error", "invalid_api_key"),
     (OverloadedError, 503, "server_error", "overloaded"),
+    (RequestTimeoutError, 504, "server_error", "timeout"),
     (EngineStoppedError, 503, "server_error", "engine_stopped"),
 )
 
