@@ -31,6 +31,15 @@ DEFAULT_NUM_BATCHED_TOKENS = 2048
 PACKED_WEIGHTS_RATIO = 1.15
 WORKING_MEMORY_BYTES = 200 << 20
 
+_COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_kv_blocks",
+    "num_threads",
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -59,6 +68,8 @@ class EngineConfig:
     num_threads: of the native backend; None is one per usable core.
     isa: instruction set of the native kernels; None is the best this processor has.
     backend: `native`, or `reference` (numpy, slow, the oracle of the tests).
+    max_num_queued_reqs, max_num_queued_tokens: most requests, and known tokens, that may wait to begin beside those
+        that a free place is waiting for; more are refused as overload. None is no limit; offline there is none.
     decision_log: file to which every scheduling decision is written, for `ropeway replay`; decision_log_size: bytes (an
         int, or text such as "1G") before which that log ends.
     served_model_name: the name (or names, the first is the answer's) that requests may give; None derives it from the
@@ -85,6 +96,8 @@ class EngineConfig:
     num_threads: int | None = None
     isa: str | None = None
     backend: BackendName = "native"
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     decision_log: str | os.PathLike[str] | None = None
     decision_log_size: int | str = "1G"
     served_model_name: str | Iterable[str] | None = None
@@ -95,7 +108,7 @@ class EngineConfig:
         if not all(isinstance(name, str) and name for name in names):
             raise ConfigError(f"served_model_name must be a non-empty name, or several, not {self.served_model_name!r}")
         object.__setattr__(self, "served_model_name", names or None)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "num_threads"):
+        for name in _COUNTS:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         _check_positive("block_size", self.block_size)
@@ -173,6 +186,8 @@ class EngineFacts:
     num_threads: int | None
     isa: str | None
     backend: BackendName
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
     decision_log: str | None
     decision_log_bytes: int
     served_model_names: tuple[str, ...]
@@ -217,6 +232,8 @@ def resolve(config: EngineConfig, model: ModelFacts, free_memory_bytes: int) -> 
         priority_aging_s=config.priority_aging_s,
         background_share=config.background_share,
         has_prefix_cache=config.enable_prefix_caching is not False and config.batching == "continuous",
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
         num_threads=config.num_threads,
         isa=config.isa,
         backend=config.backend,

@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
@@ -190,6 +190,8 @@ def scheduler_recipe(
         scheduling_policy=facts.scheduling_policy,
         priority_aging_s=facts.priority_aging_s,
         background_share=facts.background_share,
+        max_num_queued_reqs=facts.max_num_queued_reqs,
+        max_num_queued_tokens=facts.max_num_queued_tokens,
         admission=facts.admission,
         objective=facts.objective,
         slo_ttft_s=facts.slo_ttft_s,
@@ -238,7 +240,10 @@ class LLM:
     """
 
     def __init__(self, model: ModelSource = DEFAULT_MODEL, **options: object) -> None:
-        self._loaded = load_engine(model, EngineConfig.from_options(options))
+        config = EngineConfig.from_options(options)
+        # The caller's list is the queue, and it is as long as it is.
+        config = replace(config, max_num_queued_reqs=None, max_num_queued_tokens=None)
+        self._loaded = load_engine(model, config)
         self._request_ids = itertools.count()
 
     @property

@@ -3,78 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.fake_backend import FakeBackend
+from tests.support.gated_engine import PROMPT, GatedBackend, engine_on, request, run_with_engine
 
-from ropeway.backends.batch import Float32Array, ForwardBatch
-from ropeway.config import EngineConfig, ModelFacts, resolve
-from ropeway.core.params import Request, SamplingParams
 from ropeway.engine.async_engine import AsyncEngine
 from ropeway.engine.engine import Engine
 from ropeway.errors import EngineStoppedError, RequestTooLargeError
-from ropeway.llm import make_engine, scheduler_recipe
 from ropeway.model.gguf import GgufFile
 from ropeway.outputs import Delta
 from ropeway.text.tokenizer import Tokenizer
-
-NUM_BLOCKS = 32
-PROMPT = (70, 71, 72)
-
-
-class GatedBackend(FakeBackend):
-    """Waits at the gate in every forward pass; `failures` are raised one per pass, the gate having been passed."""
-
-    def __init__(self) -> None:
-        super().__init__(num_kv_blocks=NUM_BLOCKS, vocab_size=320, first_token_id=10)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.failures: list[Exception] = []
-        self.thread_names: set[str] = set()
-
-    def forward(self, batch: ForwardBatch) -> Float32Array:
-        self.thread_names.add(threading.current_thread().name)
-        self.gate.wait()
-        if self.failures:
-            raise self.failures.pop()
-        return super().forward(batch)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_path: Path) -> Tokenizer:
     return Tokenizer.from_metadata(GgufFile.open(tiny_model_path).metadata)
-
-
-def engine_on(backend: FakeBackend) -> Engine:
-    config = EngineConfig(num_kv_blocks=NUM_BLOCKS, max_num_batched_tokens=64, max_num_seqs=8)
-    model = ModelFacts(name="fake", context_length=400, kv_bytes_per_token=4, weights_bytes=0)
-    return make_engine(backend, scheduler_recipe(resolve(config, model, 1 << 40)))
-
-
-def request(request_id: str, max_tokens: int = 20, n: int = 1, prompt: tuple[int, ...] = PROMPT) -> Request:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
-    return Request(request_id, prompt, params, max_tokens, seed=0)
-
-
-Scenario = Callable[[AsyncEngine, GatedBackend], Awaitable[None]]
-
-
-def run(tokenizer: Tokenizer, scenario: Scenario) -> None:
-    async def main() -> None:
-        backend = GatedBackend()
-        engine = AsyncEngine(engine_on(backend), tokenizer)
-        engine.start()
-        try:
-            await asyncio.wait_for(scenario(engine, backend), 30)
-        finally:
-            backend.gate.set()
-            await engine.shutdown(0.0)
-        assert engine.stats.num_used_blocks == 0
-
-    asyncio.run(main())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -90,7 +35,7 @@ def test_tokens_are_those_of_the_backend(tokenizer: Tokenizer) -> None:
             assert tuple(token_ids) == backend.expected_tokens(prompt, num_tokens)
         assert backend.thread_names == {"ropeway-engine"}
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_news_are_passed_on_step_by_step_and_in_order(tokenizer: Tokenizer) -> None:
@@ -188,7 +133,7 @@ def test_a_failed_step_ends_its_requests_and_health_is_red_until_one_succeeds(to
         engine.check_health(30)
         assert engine.metrics.finished == {"error": 1, "length": 1}
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_a_broken_engine_answers_everybody_and_health_stays_red(
@@ -237,7 +182,7 @@ def test_health_is_red_while_nothing_moves(tokenizer: Tokenizer) -> None:
         await stream.take_all()
         engine.check_health(30)
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_closing_frees_the_blocks_before_the_next_step(tokenizer: Tokenizer) -> None:
@@ -254,7 +199,7 @@ def test_closing_frees_the_blocks_before_the_next_step(tokenizer: Tokenizer) -> 
         assert backend.num_forwards <= num_forwards + 1  # the one that was under way
         assert engine.metrics.finished == {"abort": 3}
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_requests_the_engine_refuses_raise_in_their_stream_only(tokenizer: Tokenizer) -> None:
@@ -264,7 +209,7 @@ def test_requests_the_engine_refuses_raise_in_their_stream_only(tokenizer: Token
             await bad.take()
         assert (await good.take_all())[-1].finish_reason == "length"
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_text_that_cannot_be_put_together_ends_its_request_only(
@@ -282,7 +227,7 @@ def test_text_that_cannot_be_put_together_ends_its_request_only(
         assert (await streams["good"].take_all())[-1].finish_reason == "length"
         await until(lambda: engine.num_open_requests == 0)
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
     assert "bad" in caplog.text
 
 
@@ -295,7 +240,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody(tokenizer: Tokenizer) -> No
         assert tuple(token_ids) == backend.expected_tokens(PROMPT, 150)
         assert await slow.take() == []
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_abort_from_another_thread(tokenizer: Tokenizer) -> None:
@@ -307,7 +252,7 @@ def test_abort_from_another_thread(tokenizer: Tokenizer) -> None:
         engine.abort("a")
         engine.abort("never heard of")
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_one_wake_up_per_step(tokenizer: Tokenizer) -> None:
@@ -327,7 +272,7 @@ def test_one_wake_up_per_step(tokenizer: Tokenizer) -> None:
         await stream.take_all()
         assert num_wake_ups <= backend.num_forwards + 1
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_metrics_follow_the_requests(tokenizer: Tokenizer) -> None:
@@ -346,7 +291,7 @@ def test_metrics_follow_the_requests(tokenizer: Tokenizer) -> None:
         ]
         assert counts == [2, 2, 3, 6 + 6 + 2]
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_submit_needs_a_running_engine(tokenizer: Tokenizer) -> None:

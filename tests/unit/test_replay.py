@@ -57,7 +57,12 @@ def arrivals(count: int, draw: random.Random) -> list[Arrival]:
             max_tokens=max_tokens,
             seed=0,
             stop_token_ids=frozenset({0}),
-            terms=ServiceTerms(tenant=draw.choice(("", "secret-tenant")), is_background=draw.random() < 0.2),
+            terms=ServiceTerms(
+                tenant=draw.choice(("", "secret-tenant")),
+                is_background=draw.random() < 0.2,
+                timeout_s=draw.choice((None, 4.0)),
+                queue_timeout_s=draw.choice((None, 0.5)),
+            ),
         )
         result.append(Arrival(draw.random() * 10, request, draw.randint(1, 80)))
     return result
@@ -95,6 +100,7 @@ def test_an_eventful_schedule_is_rebuilt(batching: str, has_prefix_cache: bool) 
     assert [replayed.record for replayed in replay.run()] == records
     stats = replay.stats()
     assert replay.cut_at is None and stats.num_failed_steps > 0 and all(stats.num_finished.values())
+    assert stats.num_timeouts > 0
     assert batching != "continuous" or stats.num_preemptions > 0
     assert bool(stats.num_prefix_hits) == has_prefix_cache
 

@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
 from ropeway.catalog import DEFAULT_MODEL
-
-ENGINE_OPTIONS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "objective",
-    "slo_ttft_ms",
-    "slo_tpot_ms",
-    "admission",
-    "block_size",
-    "num_kv_blocks",
-    "kv_cache_memory",
-    "batching",
-    "scheduling_policy",
-    "priority_aging_s",
-    "background_share",
-    "enable_prefix_caching",
-    "num_threads",
-    "isa",
-    "backend",
-    "decision_log",
-    "decision_log_size",
-    "served_model_name",
-)
+from ropeway.config import EngineConfig
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +49,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "share what is computed of them; the answers are the same; default: yes, with continuous batching")  # fmt: skip
     caching.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false", default=None,
         help="every prompt is computed whole")  # fmt: skip
+    add("--max-num-queued-reqs", type=int, metavar="N", help="most requests that wait to begin beside those a free "
+        "place is waiting for; more are refused with 503; default: no limit")  # fmt: skip
+    add("--max-num-queued-tokens", type=int, metavar="TOKENS", help="most tokens that wait to begin; default: no "
+        "limit")  # fmt: skip
     add("--num-threads", type=int, metavar="N", help="threads that compute; default: one per usable core")
     add("--isa", metavar="NAME", help="instruction set of the kernels, such as scalar or avx2; default: the best "
         "that this processor has; same answers on the same one only")  # fmt: skip
@@ -93,5 +75,6 @@ def add_model_argument(parser: argparse.ArgumentParser, *flags: str) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, object]:
     """The engine flags that were given, as keyword options of `LLM` and `AsyncLLM`."""
-    given = {name: getattr(args, name, None) for name in ENGINE_OPTIONS}
+    option_names = [field.name for field in fields(EngineConfig)]
+    given = {name: getattr(args, name, None) for name in option_names}
     return {name: value for name, value in given.items() if value is not None}

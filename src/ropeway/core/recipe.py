@@ -13,7 +13,7 @@ from ropeway.core.admission import Admission, OptimisticAdmission, ReserveAdmiss
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
 from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.kv_manager import KVManager
-from ropeway.core.limits import SchedulerLimits
+from ropeway.core.limits import QueueLimits, SchedulerLimits
 from ropeway.core.pacing import FixedTokenBudget, Pacing
 from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, ShortestPrefillFirst
 from ropeway.core.predictive_admission import PredictiveAdmission
@@ -37,7 +37,7 @@ class SchedulerRecipe:
     admission: of continuous batching; the static ways reserve.
     has_prefix_cache: equal blocks are shared.
     scheduling_policy: vtc, fcfs, priority or spf; priority_aging_s is that of priority. background_share: see
-    `WaitingLine`.
+    `WaitingLine`. max_num_queued_x: see `QueueLimits`.
     objective, slo_ttft_s, slo_tpot_s: see `PacingTargets`. step_x_s: the `StepCosts` that pace steps at first; all 0
     for a budget of tokens only.
     """
@@ -53,6 +53,8 @@ class SchedulerRecipe:
     scheduling_policy: str = "vtc"
     priority_aging_s: float = 60.0
     background_share: float = 0.05
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     admission: str = "predictive"
     objective: Objective = "balanced"
     slo_ttft_s: float | None = None
@@ -68,7 +70,8 @@ class SchedulerRecipe:
 
         hasher: names the blocks that are shared; None hashes their tokens.
         """
-        limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+        queue = QueueLimits(self.max_num_queued_reqs, self.max_num_queued_tokens)
+        limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, queue)
         hasher = (hasher or BlockHasher(self.block_size)) if self.has_prefix_cache else None
         kv = KVManager([self.num_kv_blocks] * self.num_cache_groups, self.block_size, hasher)
         line = WaitingLine(self._policy_maker(), background_share=self.background_share)

@@ -41,6 +41,11 @@ class Roster:
         self._started_ids: set[str] = set()  # of the requests in use, those that have run
         self._newly_started_ids: list[str] = []
 
+    @property
+    def num_unstarted_requests(self) -> int:
+        """Requests none of whose sequences has run."""
+        return len(self._requests) - len(self._started_ids)
+
     def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
         """The sequences of a request in use; empty for others."""
         return self._requests.get(request_id, ())

@@ -9,8 +9,9 @@ from __future__ import annotations
 from itertools import compress
 
 from ropeway.core.batching import Batching, ContinuousBatching
+from ropeway.core.deadlines import Deadlines
 from ropeway.core.kv_manager import KVManager
-from ropeway.core.limits import SchedulerLimits
+from ropeway.core.limits import QueueLimits, SchedulerLimits
 from ropeway.core.pacing import FixedTokenBudget, Pacing, StepLoad
 from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult, TokenLogprobs
@@ -48,6 +49,8 @@ class Scheduler:
         self._pacing = pacing or FixedTokenBudget(limits.max_num_batched_tokens)
         self._roster = Roster(self._line, kv, self._batching.admission)
 
+        self._deadlines = Deadlines()
+
         self._in_flight: StepPlan | None = None
         self._planned_s = 0.0
         self._prefilled: list[Sequence] = []  # in the step in flight
@@ -57,11 +60,17 @@ class Scheduler:
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_padding_tokens = 0
+        self._num_timeouts = 0
 
     @property
     def max_model_len(self) -> int:
         """The effective context: the most prompt + max_tokens that is accepted. What the pool holds bounds it too."""
         return self._limits.effective_context(self._kv)
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """How much may wait to begin."""
+        return self._limits.queue
 
     @property
     def has_work(self) -> bool:
@@ -71,11 +80,30 @@ class Scheduler:
     def add(self, request: Request, now_s: float) -> tuple[Sequence, ...]:
         """Accept a request: its n sequences, waiting.
 
-        Raises InvalidRequestError for an empty prompt or an id in use, RequestTooLargeError for what could never fit.
+        Raises InvalidRequestError for an empty prompt or an id in use, RequestTooLargeError for what could never fit,
+        OverloadedError where the queue is full or a latency target could not be met.
         """
         self._limits.check_fits(request, self._kv)
-        self._pacing.check_arrival(len(request.prompt_token_ids), self._roster.num_queued_tokens)
-        return self._roster.add(request, now_s)
+        roster, num_prompt_tokens = self._roster, len(request.prompt_token_ids)
+        num_new_tokens = num_prompt_tokens * request.params.n
+        self._limits.queue.check(
+            roster.num_unstarted_requests, roster.num_queued_tokens, self._num_places, num_new_tokens
+        )
+        self._pacing.check_arrival(num_prompt_tokens, roster.num_queued_tokens)
+        sequences = roster.add(request, now_s)
+        self._deadlines.add(sequences)
+        return sequences
+
+    def expire(self, now_s: float) -> list[SequenceEvent]:
+        """End the requests that are out of time, and free their blocks; to be asked before each plan."""
+        events: list[SequenceEvent] = []
+        for timeout, sequences in self._deadlines.pop_due(now_s):
+            expired = self._roster.end_all(sequences, "error")
+            for event in expired:
+                event.timeout = timeout
+            events += expired
+        self._num_timeouts += len(events)
+        return events
 
     def plan(self, now_s: float) -> StepPlan | None:
         """What to compute next; None when there is nothing to do.
@@ -201,8 +229,20 @@ class Scheduler:
             num_cached_blocks=self._kv.num_cached_blocks,
             num_evicted_blocks=self._kv.num_evicted_blocks,
             num_finished=dict(roster.num_finished),
+            num_timeouts=self._num_timeouts,
+            num_places=self._num_places,
+            waiting_reason=self._waiting_reason,
             pacing=self._pacing.stats(),
         )
+
+    @property
+    def _num_places(self) -> int:
+        return max(0, self._max_num_running - len(self._roster.running))
+
+    @property
+    def _waiting_reason(self) -> str | None:
+        first = self._line.first()
+        return None if first is None else first.waiting_reason.value
 
     @property
     def _max_num_running(self) -> int:

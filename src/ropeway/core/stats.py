@@ -67,4 +67,7 @@ class EngineStats:
     num_cached_blocks: int
     num_evicted_blocks: int
     num_finished: Mapping[FinishReason, int]
+    num_timeouts: int = 0
+    num_places: int = 0
+    waiting_reason: str | None = None
     pacing: PacingStats | None = None

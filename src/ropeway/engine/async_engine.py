@@ -19,14 +19,20 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from ropeway.core.params import Request
+from ropeway.core.params import Request, Timeout
 from ropeway.core.plan import SequenceEvent
 from ropeway.core.stats import EngineStats
 from ropeway.engine.engine import Engine
 from ropeway.engine.metrics import EngineMetrics, RequestTimes
 from ropeway.engine.target_log import TargetLog
 from ropeway.engine.utilization import CallMeter, Utilization
-from ropeway.errors import EngineStoppedError, InvalidRequestError, RopewayError
+from ropeway.errors import (
+    EngineStoppedError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+    RopewayError,
+)
 from ropeway.outputs import Assembler, Delta
 from ropeway.text.tokenizer import Tokenizer
 
@@ -61,13 +67,14 @@ _Message = _Submit | _Abort | _Stop | _Close
 class StepNews:
     """Everything one turn of the engine thread brought. now_s: time.monotonic() at its end.
 
-    started_ids: requests that computed for the first time. rejected: requests the engine would not take, with the
-    reason.
+    accepted_ids: requests the engine took; started_ids: that computed for the first time; rejected: that it would not
+    take, with the reason.
     failure: the engine is broken; nothing follows.
     """
 
     now_s: float
     events: Sequence[SequenceEvent] = ()
+    accepted_ids: Sequence[str] = ()
     started_ids: Sequence[str] = ()
     rejected: Sequence[tuple[str, RopewayError]] = ()
     failure: BaseException | None = None
@@ -132,9 +139,10 @@ class EngineThread:
         """Obeys the inbox, runs one step, reports. False when told to close."""
         engine = self._engine
         events: list[SequenceEvent] = []
+        accepted_ids: list[str] = []
         rejected: list[tuple[str, RopewayError]] = []
         start_s = time.monotonic() if engine.has_work else None  # else the inbox is where the thread sleeps
-        is_open = self._obey_inbox(events, rejected)
+        is_open = self._obey_inbox(events, accepted_ids, rejected)
         if start_s is None:
             start_s = time.monotonic()
         started: Sequence[str] = ()
@@ -150,14 +158,16 @@ class EngineThread:
         if stats.pacing is not None:
             self._target_log.observe(stats.pacing)
         self.last_step_s = now_s
-        if events or rejected or started:
-            self._deliver(StepNews(now_s, events, started, rejected))
+        if events or accepted_ids or rejected or started:
+            self._deliver(StepNews(now_s, events, accepted_ids, started, rejected))
         if has_stepped and self.utilization is not None:
             end_s = time.monotonic()
             self.utilization.on_turn(end_s - start_s, stats.num_running, end_s)
         return is_open
 
-    def _obey_inbox(self, events: list[SequenceEvent], rejected: list[tuple[str, RopewayError]]) -> bool:
+    def _obey_inbox(
+        self, events: list[SequenceEvent], accepted_ids: list[str], rejected: list[tuple[str, RopewayError]]
+    ) -> bool:
         engine, inbox = self._engine, self._inbox
         is_blocking = not engine.has_work
         while True:
@@ -172,6 +182,8 @@ class EngineThread:
                         engine.submit(request)
                     except RopewayError as error:
                         rejected.append((request.request_id, error))
+                    else:
+                        accepted_ids.append(request.request_id)
                 case _Abort(request_id):
                     events += engine.abort(request_id)
                 case _Stop(request_id, index):
@@ -189,6 +201,7 @@ class _OpenRequest:
     times: RequestTimes
     num_in_engine: int
     is_broken: bool = False
+    is_started: bool = False
 
 
 # Takes deltas; returns what to await before it is given more, or None.
@@ -204,6 +217,7 @@ class OutputStream:
     def __init__(self, engine: AsyncEngine, request_ids: Sequence[str]) -> None:
         self._engine = engine
         self._unfinished = set(request_ids)
+        self._unaccepted = set(request_ids)
         self._deltas: list[Delta] = []
         self._error: RopewayError | None = None
         self._is_closed = False
@@ -219,6 +233,13 @@ class OutputStream:
     def is_finished(self) -> bool:
         """Every request has ended; deltas may still wait to be taken."""
         return not self._unfinished
+
+    async def wait_accepted(self) -> None:
+        """Waits until the engine has taken every request: within a step. Raises the error of one that it refused."""
+        while self._unaccepted and not self._is_over:
+            await self._wait(wants_end=False)
+        if self._error is not None:
+            raise self._error
 
     async def take(self) -> list[Delta]:
         """Waits for news and returns all of it; an empty list once everything has been taken or the stream was closed.
@@ -307,6 +328,11 @@ class OutputStream:
             if not self._reader_wants_end:
                 self._wake()
 
+    def _accept(self, request_id: str) -> None:
+        self._unaccepted.discard(request_id)
+        if not self._unaccepted and not self._reader_wants_end:
+            self._wake()
+
     def _flush(self) -> None:
         """Gives what a step brought to the writer that waits, if one does."""
         if self._write is None or not self._deltas:
@@ -346,7 +372,10 @@ class AsyncEngine:
         self.metrics = EngineMetrics()
         self._tokenizer = tokenizer
         self._thread = EngineThread(engine, self._deliver_soon, meter)
+        self._queue_limits = engine.queue_limits
         self._open: dict[str, _OpenRequest] = {}
+        self._num_unstarted = 0  # of the open requests
+        self._num_unstarted_tokens = 0  # of their prompts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
@@ -377,6 +406,13 @@ class AsyncEngine:
         """How the engine's time is used; None where the backend does not count."""
         return self._thread.utilization
 
+    def check_queue(self) -> None:
+        """Raises OverloadedError where the engine would refuse one more request, which spares encoding its prompt.
+
+        It counts what is still on its way to the engine, and free places as of the last step; the engine decides.
+        """
+        self._queue_limits.check(self._num_unstarted, self._num_unstarted_tokens, self.stats.num_places)
+
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Hands requests to the engine; their deltas come out of the one stream returned.
 
@@ -393,7 +429,8 @@ class AsyncEngine:
         for request in requests:
             times = RequestTimes(now_s, len(request.prompt_token_ids))
             assembler = Assembler(request, self._tokenizer)
-            self._open[request.request_id] = _OpenRequest(assembler, stream, times, request.params.n)
+            entry = self._open[request.request_id] = _OpenRequest(assembler, stream, times, request.params.n)
+            self._count_unstarted(entry, 1)
             self._thread.submit(request)
         self._idle.clear()
         return stream
@@ -467,9 +504,21 @@ class AsyncEngine:
             logger.warning("the event loop closed before the engine; %d events were lost", len(news.events))
 
     def _deliver(self, news: StepNews) -> None:
+        for request_id in news.accepted_ids:
+            if request_id in self._open:
+                self._open[request_id].stream._accept(request_id)
         for request_id in news.started_ids:
             if request_id in self._open:
-                self.metrics.on_scheduled(self._open[request_id].times, news.now_s)
+                self._start(self._open[request_id], news.now_s)
+        self._deliver_events(news)
+        for request_id, error in news.rejected:
+            self._fail(request_id, error, news.now_s)
+        if news.failure is not None:
+            self._fail_all(news.failure, news.now_s)
+        if not self._open:
+            self._idle.set()
+
+    def _deliver_events(self, news: StepNews) -> None:
         streams: dict[OutputStream, None] = {}
         for event in news.events:
             entry = self._open.get(event.request_id)
@@ -478,17 +527,26 @@ class AsyncEngine:
                 self._deliver_event(entry, event, news.now_s)
         for stream in streams:
             stream._flush()
-        for request_id, error in news.rejected:
-            self._fail(request_id, error, news.now_s)
-        if news.failure is not None:
-            self._failure = news.failure
-            error = EngineStoppedError(f"the engine failed: {news.failure!r}")
-            for request_id in list(self._open):
-                self._fail(request_id, error, news.now_s)
-        if not self._open:
-            self._idle.set()
+
+    def _start(self, entry: _OpenRequest, now_s: float) -> None:
+        self._count_unstarted(entry, -1)
+        entry.is_started = True
+        self.metrics.on_scheduled(entry.times, now_s)
+
+    def _count_unstarted(self, entry: _OpenRequest, num_requests: int) -> None:
+        """An entry joins (1) those that have not started, or leaves them (-1)."""
+        self._num_unstarted += num_requests
+        self._num_unstarted_tokens += num_requests * entry.times.num_prompt_tokens * entry.assembler.request.params.n
+
+    def _close(self, request_id: str) -> _OpenRequest:
+        entry = self._open.pop(request_id)
+        if not entry.is_started:
+            self._count_unstarted(entry, -1)
+        return entry
 
     def _deliver_event(self, entry: _OpenRequest, event: SequenceEvent, now_s: float) -> None:
+        if event.timeout is not None and not entry.is_broken:
+            self._break(entry, _timeout_error(event.timeout, entry, now_s), now_s)
         if not entry.is_broken:
             try:
                 delta = entry.assembler.push(event)
@@ -502,7 +560,7 @@ class AsyncEngine:
         if event.finish_reason is not None:
             entry.num_in_engine -= 1
             if entry.num_in_engine == 0:
-                del self._open[event.request_id]
+                self._close(event.request_id)
 
     def _deliver_delta(self, entry: _OpenRequest, delta: Delta, now_s: float) -> None:
         self.metrics.on_tokens(entry.times, delta.index, len(delta.token_ids), now_s)
@@ -514,10 +572,16 @@ class AsyncEngine:
             if entry.assembler.is_finished:
                 entry.stream._finish(delta.request_id)
 
+    def _fail_all(self, failure: BaseException, now_s: float) -> None:
+        self._failure = failure
+        for request_id in list(self._open):
+            self._fail(request_id, EngineStoppedError(f"the engine failed: {failure!r}"), now_s)
+
     def _fail(self, request_id: str, error: RopewayError, now_s: float) -> None:
-        entry = self._open.pop(request_id, None)
-        if entry is not None and not entry.is_broken:
-            self._break(entry, error, now_s)
+        if request_id in self._open:
+            entry = self._close(request_id)
+            if not entry.is_broken:
+                self._break(entry, error, now_s)
 
     def _break(self, entry: _OpenRequest, error: RopewayError, now_s: float) -> None:
         entry.is_broken = True
@@ -525,3 +589,17 @@ class AsyncEngine:
             self.metrics.on_finished(entry.times, "error", now_s)
         if not entry.assembler.is_finished:
             entry.stream._fail(entry.assembler.request.request_id, error)
+
+
+def _timeout_error(timeout: Timeout, entry: _OpenRequest, now_s: float) -> RopewayError:
+    """What a request that ran into one of its limits is told."""
+    waited_s, terms = now_s - entry.times.arrival_s, entry.assembler.request.terms
+    if timeout == "queue":
+        return OverloadedError(
+            f"it waited {waited_s:.1f} s in the queue without starting (its queue_timeout is "
+            f"{terms.queue_timeout_s:g} s); try again later"
+        )
+    return RequestTimeoutError(
+        f"it was not finished after {waited_s:.1f} s (its timeout is {terms.timeout_s:g} s), with "
+        f"{entry.assembler.num_generated_tokens} tokens generated: ask for fewer, or allow more time"
+    )

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from ropeway.core.limits import QueueLimits
 from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler
@@ -63,11 +64,16 @@ class Engine:
         """The effective context: the most prompt + max_tokens that is accepted."""
         return self._scheduler.max_model_len
 
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """How much may wait to begin."""
+        return self._scheduler.queue_limits
+
     def submit(self, request: Request) -> None:
         """Accept a request; each of its n sequences will end in exactly one terminal event.
 
-        Raises InvalidRequestError for an empty prompt or a request_id in use, RequestTooLargeError for what never fits;
-        then nothing was started.
+        Raises InvalidRequestError for an empty prompt or a request_id in use, RequestTooLargeError for what never fits,
+        OverloadedError where too much waits already; then nothing was started.
         """
         now_s = self._clock()
         sequences = self._scheduler.add(request, now_s)
@@ -96,23 +102,24 @@ class Engine:
 
     def step(self) -> list[SequenceEvent]:
         """Compute one step; the news of every sequence that got a token or ended. Empty when there is nothing to do."""
-        plan = self._plan()
+        now_s = self._clock()
+        expired = self._scheduler.expire(now_s)
+        plan = self._plan(now_s)
         if plan is None:
-            return []
+            return expired
         try:
             self._runner.launch(plan)
             result = self._runner.collect()
         except Exception:
             logger.exception("step %d failed; its %d sequences end as errors", plan.step_id, plan.num_rows)
-            return self._fail(plan)
+            return expired + self._fail(plan)
         now_s = self._clock()
         events = self._scheduler.commit(plan, result, now_s)
         if self._recorder is not None:
             self._recorder.on_committed(result, events, now_s)
-        return events
+        return expired + events if expired else events
 
-    def _plan(self) -> StepPlan | None:
-        now_s = self._clock()
+    def _plan(self, now_s: float) -> StepPlan | None:
         plan = self._scheduler.plan(now_s)
         if self._recorder is not None:
             self._recorder.on_planned(plan, now_s)

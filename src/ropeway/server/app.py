@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -23,6 +24,7 @@ from ropeway.server.config import ServerConfig
 from ropeway.server.errors import JSON, BodyTooLargeError, UnauthorizedError, error_json, error_response
 from ropeway.server.exposition import Exposition
 from ropeway.server.formats import ChatFormat, CompletionFormat, Format
+from ropeway.server.health_watch import HealthWatch
 from ropeway.server.openai import (
     Generation,
     check_served,
@@ -54,7 +56,9 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> Any:
         llm.start()
+        watching = asyncio.create_task(HealthWatch(llm.engine, config.stall_s).run())
         yield
+        watching.cancel()
         await llm.shutdown(0.0)
 
     app = Starlette(
@@ -146,6 +150,11 @@ async def _answer(
 ) -> Response:
     stream = llm.submit(generation.requests)
     if body.stream:
+        try:
+            await stream.wait_accepted()  # a refusal can still have a status of its own
+        except RopewayError:
+            stream.close()
+            raise
         return EventStreamResponse(stream, event_writer(generation, form))
     async with closed_on_disconnect(request.receive, stream):
         answer = await whole_answer(generation, stream, form)

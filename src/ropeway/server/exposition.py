@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ropeway.core.params import FinishReason
+from ropeway.core.sequence import WaitingReason
 from ropeway.core.stats import EngineStats, PacingStats
 from ropeway.engine.metrics import Histogram
 from ropeway.engine.utilization import Usage, Utilization
@@ -53,6 +54,13 @@ class EngineCollector(Collector):
         )
         yield self._counter("engine_steps", "Forward passes.", stats.num_steps)
         yield self._counter("engine_failed_steps", "Forward passes that failed.", stats.num_failed_steps)
+        yield self._counter("request_timeouts", "Sequences that ran into a limit of their time.", stats.num_timeouts)
+        waiting = GaugeMetricFamily(
+            "ropeway:waiting_reason", "Why the first in line waits: 1 for the reason.", labels=["model_name", "reason"]
+        )
+        for each in WaitingReason:
+            waiting.add_metric([*self._labels, each.value], float(stats.waiting_reason == each.value))
+        yield waiting
         yield self._counter("prompt_tokens", "Prompt tokens of requests answered.", metrics.num_prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generation_tokens)
         finished = CounterMetricFamily(

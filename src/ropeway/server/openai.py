@@ -97,8 +97,9 @@ class Usage:
 
 
 async def start_completion(llm: AsyncLLM, body: CompletionBody) -> Generation:
-    """Requests for a completions body. Raises InvalidRequestError, UnknownModelError."""
+    """Requests for a completions body. Raises InvalidRequestError, UnknownModelError, OverloadedError."""
     model = _served_model(llm, body)
+    llm.engine.check_queue()
     prompts = body.prompts()
     _check_num_choices(len(prompts), body)
     encoded = await _off_loop_if_long(_num_characters(prompts), lambda: [llm.builder.encode(each) for each in prompts])
@@ -111,8 +112,9 @@ async def start_completion(llm: AsyncLLM, body: CompletionBody) -> Generation:
 
 
 async def start_chat(llm: AsyncLLM, body: ChatBody) -> Generation:
-    """Requests for a chat body. Raises InvalidRequestError, UnknownModelError."""
+    """Requests for a chat body. Raises InvalidRequestError, UnknownModelError, OverloadedError."""
     model = _served_model(llm, body)
+    llm.engine.check_queue()
     _check_num_choices(1, body)
     messages = body.conversation()
     num_characters = sum(len(str(message["content"])) for message in messages)

@@ -117,6 +117,9 @@ class SamplingBody(BaseModel):
         None, description="One of json, json_object, regex, choice and grammar (Lark or GBNF)."
     )
 
+    timeout: float | None = Field(None, description="Most seconds from arrival to the end; then 504.")
+    queue_timeout: float | None = Field(None, description="Most seconds from arrival to the first step; then 503.")
+
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -172,7 +175,18 @@ class SamplingBody(BaseModel):
 
     def service_terms(self) -> ServiceTerms:
         """On whose account and how soon it is to be served. Raises InvalidRequestError with the field's name."""
-        return ServiceTerms(user=self.user, priority=self.priority or 0, cache_salt=self.cache_salt or "")
+        try:
+            return ServiceTerms(
+                user=self.user,
+                priority=self.priority or 0,
+                cache_salt=self.cache_salt or "",
+                timeout_s=self.timeout,
+                queue_timeout_s=self.queue_timeout,
+            )
+        except InvalidRequestError as error:
+            if error.param in ("timeout_s", "queue_timeout_s"):  # the name of the field, without the unit
+                raise InvalidRequestError(str(error), param=error.param.removesuffix("_s")) from None
+            raise
 
 
 class CompletionBody(SamplingBody):

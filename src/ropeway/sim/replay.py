@@ -117,6 +117,7 @@ class Replay:
             case StopRecord():
                 scheduler.stop(str(record.request_number), record.index)
             case PlanRecord():
+                scheduler.expire(record.now_s)
                 self._in_flight = scheduler.plan(record.now_s)
                 return PlanRecord(record.now_s, self._in_flight, record.digests)
             case CommitRecord():
