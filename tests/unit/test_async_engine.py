@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -56,7 +56,7 @@ def test_news_are_passed_on_step_by_step_and_in_order(tokenizer: Tokenizer) -> N
         # Each call has what one step brought, whole: the first 5 steps, every sequence.
         assert [len(step) for step in taken[:5]] == [4] * 5
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_a_writer_that_is_full_gets_the_rest_when_it_is_ready(tokenizer: Tokenizer) -> None:
@@ -81,7 +81,7 @@ def test_a_writer_that_is_full_gets_the_rest_when_it_is_ready(tokenizer: Tokeniz
         token_ids = [token for step in taken for delta in step for token in delta.token_ids]
         assert tuple(token_ids) == backend.expected_tokens(PROMPT, 20) and len(taken) == 3
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_a_writer_that_fails_ends_its_own_reading_only(tokenizer: Tokenizer) -> None:
@@ -100,7 +100,7 @@ def test_a_writer_that_fails_ends_its_own_reading_only(tokenizer: Tokenizer) -> 
         broken.close()
         assert sum(len(delta.token_ids) for delta in await other) == 20
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_passing_on_ends_with_the_stream(tokenizer: Tokenizer) -> None:
@@ -117,7 +117,7 @@ def test_passing_on_ends_with_the_stream(tokenizer: Tokenizer) -> None:
         with pytest.raises(RequestTooLargeError):
             await refused.pass_on(lambda deltas: None)
 
-    run(tokenizer, scenario)
+    run_with_engine(tokenizer, scenario)
 
 
 def test_a_failed_step_ends_its_requests_and_health_is_red_until_one_succeeds(tokenizer: Tokenizer) -> None:
