@@ -7,6 +7,7 @@ import pytest
 from ropeway.core.admission import OptimisticAdmission, ReserveAdmission
 from ropeway.core.block_pool import BlockPool
 from ropeway.core.kv_manager import KVManager
+from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.sequence import Sequence
 from ropeway.errors import ConfigError
 from support.scheduling import make_request
@@ -42,6 +43,10 @@ def test_grants_append_to_the_table_of_each_group_and_free_takes_all() -> None:
     assert (kv.num_free_blocks, sequence.block_ids, sequence.num_slots) == (4, (), 0)
     kv.free(sequence)  # holds nothing: nothing happens
     kv.check_invariants([])
+
+
+def test_only_a_manager_with_a_hasher_shares() -> None:
+    assert not KVManager([4]).shares_blocks and KVManager([4], 16, BlockHasher(16)).shares_blocks
 
 
 def test_blocks_for_tokens() -> None:

@@ -193,9 +193,7 @@ class KVManager:
         hashes.append(block_hash)
         sequence.tail_token_ids = [last_token_id]
         sequence.num_tokens_to_seal += block_size
-        if sequence.num_published_blocks < block:  # it was preempted, and has recomputed several
-            self.publish(sequence)
-            return
+        assert sequence.num_published_blocks == block, "one that decodes has offered what it prefilled"
         for pool, table in zip(self._pools, sequence.block_ids, strict=True):
             pool.publish(table[block], block_hash)
         sequence.num_published_blocks = block + 1
