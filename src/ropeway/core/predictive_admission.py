@@ -19,6 +19,7 @@ MAX_CAUTION = 3.0  # more of them, after preemptions
 CAUTION_PER_PREEMPTION = 0.2
 CALM_PER_ANSWER = 0.004  # so no more than one answer in 50 is preempted for long
 MIN_SKIPPED_STEPS = 3
+RUNNING_PER_SKIPPED_STEP = 256
 
 
 class PredictiveAdmission:
@@ -92,7 +93,8 @@ class PredictiveAdmission:
         del self._running[sequence.sequence_id]
         self._num_reserved_tokens -= sequence.max_num_tokens
         self._outlook = None
-        self._num_steps_to_skip = 0
+        # With many running somebody ends at nearly every step, and a look costs microseconds for each.
+        self._num_steps_to_skip = min(self._num_steps_to_skip, len(self._running) // RUNNING_PER_SKIPPED_STEP)
 
     def _share_of(self, sequence: Sequence) -> tuple[float, ...] | None:
         """What is expected of it at each horizon; None where nothing but max_tokens ends it."""
