@@ -19,7 +19,7 @@ from harness.results import new_document, result_path, save
 from support.exhaustive import BLOCK_SIZE, NUM_BLOCKS, NUM_SEQUENCES, Arrival, Walk, walk
 from support.schedulers import ADMISSIONS, POLICIES
 
-ARRIVALS = (Arrival(2, 3), Arrival(5, 2), Arrival(3, 4), Arrival(4, 2, is_background=True))
+ARRIVALS = (Arrival(2, 3), Arrival(5, 2), Arrival(4, 2, is_background=True))
 MAX_NUM_SEQS = 2
 
 

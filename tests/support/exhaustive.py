@@ -22,6 +22,7 @@ from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, ServiceTerms
 from ropeway.core.plan import StepResult
 from ropeway.core.policy import Policy
+from ropeway.core.predictive_admission import PredictiveAdmission
 from ropeway.core.prefix_index import PrefixMatch
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import SequenceState, WaitingReason
@@ -173,7 +174,11 @@ def _request(number: int, arrival: Arrival) -> Request:
 
 
 def _state(scheduler: Scheduler, arrived: tuple[Arrival, ...]) -> tuple[Any, ...]:
-    """All that what comes next depends on. Which block is whose does not matter: nothing is shared."""
+    """All that what comes next depends on, but for what predictive admission has learned of answers (its states are
+    merged over that). Which block is whose does not matter: nothing is shared.
+    """
+    admission = scheduler._batching.admission
+    is_predictive = isinstance(admission, PredictiveAdmission)
     roster, line, plan = scheduler._roster, scheduler._line, scheduler._in_flight
     sequences = [
         (
@@ -195,6 +200,7 @@ def _state(scheduler: Scheduler, arrived: tuple[Arrival, ...]) -> tuple[Any, ...
         None if plan is None else (plan.sequence_ids, plan.is_sampled),
         line.entitled and line.entitled.sequence_id,
         (line._num_owed_tokens, line._is_background_due),
+        (admission._caution, admission._num_steps_to_skip) if is_predictive else None,  # type: ignore[attr-defined]
         _service(line._interactive),
         _service(line._background),
     )

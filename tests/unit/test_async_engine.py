@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.gated_engine import PROMPT, GatedBackend, engine_on, request, run_with_engine
 
-from ropeway.engine.async_engine import AsyncEngine
+from ropeway.engine.async_engine import AsyncEngine, EngineThread, StepNews
 from ropeway.engine.engine import Engine
 from ropeway.errors import EngineStoppedError, RequestTooLargeError
 from ropeway.model.gguf import GgufFile
@@ -298,3 +298,16 @@ def test_submit_needs_a_running_engine(tokenizer: Tokenizer) -> None:
     engine = AsyncEngine(engine_on(GatedBackend()), tokenizer)
     with pytest.raises(EngineStoppedError, match="not been started"):
         engine.submit([request("a")])
+
+
+def test_books_that_do_not_add_up_are_found_when_the_engine_falls_idle(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_on(GatedBackend())
+    engine._scheduler._kv._pools[0].take(1)  # a block that nobody holds
+    news: list[StepNews] = []
+    thread = EngineThread(engine, news.append)
+    thread.start()
+    thread.submit(request("a", 3))
+    assert thread.join(10)
+    assert [e.finish_reason for n in news for e in n.events][-1] == "length", "the answer came first"
+    assert isinstance(news[-1].failure, AssertionError) and "miscounted" in str(news[-1].failure)
+    assert "the engine failed and has stopped" in caplog.text

@@ -38,6 +38,9 @@ from ropeway.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# The engine's bookkeeping is checked when it falls idle, at most this often: whoever comes just then waits for it.
+IDLE_CHECK_INTERVAL_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
@@ -96,6 +99,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="ropeway-engine", daemon=True)
         self.stats = engine.stats()
         self.has_failed_last = False
+        self._next_check_s = 0.0
         self._target_log = TargetLog()
         self.last_step_s = time.monotonic()
         self.utilization = None if meter is None else Utilization(meter, self.last_step_s)
@@ -160,6 +164,9 @@ class EngineThread:
         self.last_step_s = now_s
         if events or accepted_ids or rejected or started:
             self._deliver(StepNews(now_s, events, accepted_ids, started, rejected))
+        if has_stepped and not engine.has_work and now_s >= self._next_check_s and self._inbox.empty():
+            engine.check_invariants()
+            self._next_check_s = now_s + IDLE_CHECK_INTERVAL_S
         if has_stepped and self.utilization is not None:
             end_s = time.monotonic()
             self.utilization.on_turn(end_s - start_s, stats.num_running, end_s)
