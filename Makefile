@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-exhaustive evidence-scheduler-walk evidence-schemas \
+.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas \
 	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay wheel clean
 .DEFAULT_GOAL := help
 
@@ -60,6 +60,10 @@ evidence-interference: ## gaps of running answers while long prompts stream in, 
 evidence-batching: ## continuous against static batching, same kernels and limits (under an hour; ARGS=--quick for less)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/batching.py $(ARGS)
+
+evidence-scheduler-cost: ## microseconds of a scheduling step and of a block, under every policy (about 5 minutes)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler.py $(ARGS)
 
 evidence-exhaustive: ## every state of three sequences and six blocks, under every policy and admission (about 15 minutes)
 	@scripts/setup.sh dev
