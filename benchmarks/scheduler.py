@@ -3,11 +3,12 @@
     make evidence-scheduler-cost [ARGS="--steps 2000"]
 
 Targets: at most 3 us per running sequence + 50 us, and 5 ms with 1,000 running and 10,000 waiting, under every policy
-(`vtc` with 50 tenants, `priority` with seven priorities); block operations that do not depend on their number. Each sequence that ends is replaced by a new request, so the figures
-hold the cost of admission, chunked prefill and retirement at their natural rates. `ample` has every block it can fill,
-and no prefix cache; `cached` has one, in which no prompt is ever found, so it only costs: hashing, entering, evicting;
-`tight` has half of those blocks, so it also preempts. Percentiles are over steps; commit includes making every event.
-Processor time of the thread, so that other processes only count through the caches they share.
+(`vtc` with 50 tenants, `priority` with seven priorities); block operations that do not depend on their number. Each
+sequence that ends is replaced by a new request, so the figures hold the cost of admission, chunked prefill and
+retirement at their natural rates. `ample` has every block it can fill, and no prefix cache; `cached` has one, in which
+no prompt is ever found, so it only costs: hashing, entering, evicting; `tight` has half of those blocks, so it also
+preempts. Percentiles are over steps; commit includes making every event. Processor time of the thread, so that other
+processes only count through the caches they share.
 """
 
 from __future__ import annotations
