@@ -193,7 +193,7 @@ void Executable::add_attention_phase(std::string label, AttentionOp op) {
          !(attention_shapes_[shape].group == op.group && attention_shapes_[shape].query_heads == query_heads))
     ++shape;
   if (shape == attention_shapes_.size())
-    attention_shapes_.push_back({op.group, group.num_kv_heads, query_heads, group.head_dim, {}});
+    attention_shapes_.push_back({op.group, group.num_kv_heads, query_heads, group.head_dim});
   Phase& phase = phases_.emplace_back();
   phase.time = add_time(label);
   phase.label = std::move(label);
@@ -408,44 +408,15 @@ void Executable::plan_attention(const ForwardBatch&, AttentionShape& shape) {
   const int max_rows =
       std::max(1, std::clamp(fair_pairs, std::min(kMinQueryPairs, max_pairs), max_pairs) / shape.query_heads);
   shape.items.clear();
-  // The longest first: the last chunks to be claimed should be short.
   for (int i = 0; i < static_cast<int>(segments_.size()); ++i) {
     const Segment& segment = segments_[i];
-    for (int row = (segment.num_rows - 1) / max_rows * max_rows; row >= 0; row -= max_rows) {
+    for (int row = 0; row < segment.num_rows; row += max_rows) {
       const int num_rows = std::min(max_rows, segment.num_rows - row);
       const int num_splits = ceil_div(int64_t{segment.start} + row + num_rows, kKeySplit);
       shape.items.push_back({i, row, num_rows, 0, num_splits, num_splits, 0, 0, false});
     }
   }
-  // Few items: a row with a long context is shared between threads, split by split.
-  const int64_t num_units = static_cast<int64_t>(shape.items.size()) * shape.num_kv_heads;
-  if (pool_.num_threads() > 1 && num_units < 4 * pool_.num_threads()) {
-    const int64_t unit_floats = int64_t{shape.query_heads} * kernels_.attention_state_floats(shape.head_dim);
-    std::vector<AttentionItem> shared;
-    int64_t partials = 0;
-    int32_t counter = 0;
-    for (const AttentionItem& item : shape.items) {
-      if (item.num_rows > 1 || item.num_splits == 1) {
-        shared.push_back(item);
-        continue;
-      }
-      for (int split = 0; split < item.num_splits; ++split)
-        shared.push_back({item.segment, item.row, 1, split, split + 1, item.num_splits, partials, counter, true});
-      partials += unit_floats * item.num_splits * shape.num_kv_heads;
-      counter += shape.num_kv_heads;
-    }
-    shape.items = std::move(shared);
-    if (partials > partials_floats_) {
-      partials_ = allocate<float>(partials);
-      partials_floats_ = partials;
-    }
-    if (counter > num_splits_done_) {
-      splits_done_ = std::make_unique<std::atomic<int32_t>[]>(counter);
-      num_splits_done_ = counter;
-    }
-  }
-  const bool are_many = static_cast<int>(shape.items.size()) >= 8 * pool_.num_threads();
-  shape.heads_per_chunk = pool_.num_threads() == 1 || are_many ? shape.num_kv_heads : 1;
+  share_attention(shape);
   const int64_t floats = kernels_.attention_scratch_floats(max_rows, shape.query_heads, shape.head_dim);
   if (floats > scratch_floats_) {
     for (Memory<float>& scratch : scratch_) scratch = allocate<float>(floats);
@@ -453,12 +424,56 @@ void Executable::plan_attention(const ForwardBatch&, AttentionShape& shape) {
   }
 }
 
+// Cuts items into chunks of several heads, one head, or (one row with a long past) some splits of one head, so that no
+// chunk has more than a fair part of the work. The longest come first: the last to be claimed should be short.
+void Executable::share_attention(AttentionShape& shape) {
+  const auto num_keys = [&](const AttentionItem& item) {  // of a head, over the rows; about
+    return int64_t{item.num_rows} * (segments_[item.segment].start + item.row + item.num_rows);
+  };
+  std::stable_sort(shape.items.begin(), shape.items.end(),
+                   [&](const AttentionItem& a, const AttentionItem& b) { return num_keys(a) > num_keys(b); });
+  int64_t fair_keys = 0;
+  for (const AttentionItem& item : shape.items) fair_keys += num_keys(item) * shape.num_kv_heads;
+  if (pool_.num_threads() > 1) fair_keys = std::max<int64_t>(1, fair_keys / (8 * pool_.num_threads()));
+  const int64_t unit_floats = int64_t{shape.query_heads} * kernels_.attention_state_floats(shape.head_dim);
+  const std::vector<AttentionItem> items = std::move(shape.items);
+  shape.items.clear();
+  shape.chunks.clear();
+  int64_t partials = 0;
+  int32_t counter = 0;
+  for (const AttentionItem& item : items) {
+    const bool is_shared = num_keys(item) > fair_keys && item.num_rows == 1 && item.num_splits > 1;
+    for (int split = 0; split < (is_shared ? item.num_splits : 1); ++split) {
+      const int32_t index = static_cast<int32_t>(shape.items.size());
+      shape.items.push_back(item);
+      if (is_shared) {
+        shape.items.back() = {item.segment, item.row, 1, split, split + 1, item.num_splits, partials, counter, true};
+      }
+      const int32_t num_heads =
+          static_cast<int32_t>(std::clamp<int64_t>(fair_keys / num_keys(item), 1, shape.num_kv_heads));
+      for (int32_t head = 0; head < shape.num_kv_heads; head += num_heads)
+        shape.chunks.push_back({index, head, std::min(head + num_heads, shape.num_kv_heads)});
+    }
+    if (is_shared) {
+      partials += unit_floats * item.num_splits * shape.num_kv_heads;
+      counter += shape.num_kv_heads;
+    }
+  }
+  if (partials > partials_floats_) {
+    partials_ = allocate<float>(partials);
+    partials_floats_ = partials;
+  }
+  if (counter > num_splits_done_) {
+    splits_done_ = std::make_unique<std::atomic<int32_t>[]>(counter);
+    num_splits_done_ = counter;
+  }
+}
+
 int32_t Executable::plan_phase(Phase& phase, int num_tokens, int num_selected) {
   const int num_rows = phase.is_selected ? num_selected : num_tokens;
   if (num_rows == 0) return 0;
   if (phase.is_attention) {
-    const AttentionShape& shape = attention_shapes_[phase.attention_shape];
-    return static_cast<int32_t>(shape.items.size()) * shape.num_kv_heads / shape.heads_per_chunk;
+    return static_cast<int32_t>(attention_shapes_[phase.attention_shape].chunks.size());
   }
   if (phase.products.empty()) {
     phase.rows_per_chunk = std::clamp(ceil_div(num_rows, 4 * pool_.num_threads()), 1, 16);
@@ -500,21 +515,26 @@ KvBlocks Executable::kv_blocks(const AttentionShape& shape, int layer, int item,
 
 void Executable::run_attention(const Phase& phase, int chunk, int thread) {
   const AttentionShape& shape = attention_shapes_[phase.attention_shape];
-  const int chunks_per_item = shape.num_kv_heads / shape.heads_per_chunk;
-  const int item = chunk / chunks_per_item, head0 = chunk % chunks_per_item * shape.heads_per_chunk;
-  for (int head = head0; head < head0 + shape.heads_per_chunk; ++head) {
-    // What this thread reads next, as far as can be known: another head, or the item it claims when all go on alike.
-    const bool is_last = head + 1 == head0 + shape.heads_per_chunk;
-    const int next_item = is_last ? item + pool_.num_threads() : item;
+  const AttentionChunk& own = shape.chunks[chunk];
+  for (int head = own.head_begin; head < own.head_end; ++head) {
+    // What this thread reads next, as far as can be known: another head, or the chunk it claims when all go on alike,
+    // which chunks of one head do not.
+    AttentionChunk following{own.item, head + 1, own.head_end};
+    if (head + 1 == own.head_end) {
+      const int next_chunk = chunk + pool_.num_threads();
+      const bool is_known =
+          own.head_end - own.head_begin == shape.num_kv_heads && next_chunk < static_cast<int>(shape.chunks.size());
+      following = is_known ? shape.chunks[next_chunk] : AttentionChunk{};
+    }
     KvBlocks next{};
     int32_t num_next_keys = 0;
-    if (!(is_last && shape.heads_per_chunk == 1) && next_item < static_cast<int>(shape.items.size())) {
-      const AttentionItem& found = shape.items[next_item];
-      next = kv_blocks(shape, phase.attention.layer, next_item, is_last ? 0 : head + 1);
+    if (following.head_begin < following.head_end) {
+      const AttentionItem& found = shape.items[following.item];
+      next = kv_blocks(shape, phase.attention.layer, following.item, following.head_begin);
       num_next_keys = segments_[found.segment].start + found.row + found.num_rows;
       if (num_next_keys > kMaxFetchBytes / (4 * shape.head_dim)) num_next_keys = 0;
     }
-    run_attention_head(phase, item, head, thread, next, num_next_keys);
+    run_attention_head(phase, own.item, head, thread, next, num_next_keys);
   }
 }
 

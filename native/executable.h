@@ -148,10 +148,13 @@ class Executable {
     int32_t counter;   // of KV head 0, in splits_done_
     bool is_shared;
   };
+  struct AttentionChunk {
+    int32_t item = 0, head_begin = 0, head_end = 0;  // KV heads
+  };
   struct AttentionShape {
     int group, num_kv_heads, query_heads, head_dim;
-    std::vector<AttentionItem> items;
-    int heads_per_chunk = 1;  // this pass
+    std::vector<AttentionItem> items = {};    // this pass
+    std::vector<AttentionChunk> chunks = {};  // this pass
   };
 
   void check_batch(const ForwardBatch& batch) const;
@@ -161,6 +164,7 @@ class Executable {
   void count_work(int num_tokens, int num_selected);
   void find_segments(const ForwardBatch& batch, int token0, int token1);
   void plan_attention(const ForwardBatch& batch, AttentionShape& shape);
+  void share_attention(AttentionShape& shape);
   int32_t plan_phase(Phase& phase, int num_tokens, int num_selected);
   void run_rows(const Phase& phase, int row0, int row1);
   void run_product(const Phase& phase, int chunk, int num_rows);

@@ -69,17 +69,19 @@ def test_chunks(case: tuple[Model, str], tokens: list[int], whole: Float32Array,
     assert_same_bits(logits, whole[:num_tokens])
 
 
-def test_one_token_with_a_long_past(case: tuple[Model, str], tokens: list[int], whole: Float32Array) -> None:
-    """Alone, its splits of the key axis are shared between threads; among many, they are not."""
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_one_token_with_a_long_past(
+    case: tuple[Model, str], tokens: list[int], whole: Float32Array, num_threads: int
+) -> None:
+    """Its splits of the key axis are shared between threads, if there are several, alone and among short mates."""
     model, isa = case
-    backend = native(model, isa=isa)
+    backend = native(model, isa=isa, num_threads=num_threads)
     table = list(range(40))
     backend.forward(forward_batch([Stretch(tokens[:-1], 0, table)], last_rows_only=True))
-    alone = backend.forward(forward_batch([Stretch(tokens[-1:], NUM_TOKENS - 1, table)]))
-    assert_same_bits(alone, whole[-1:])
-    mates = [Stretch([7], 0, [40 + i]) for i in range(20)]
-    among = backend.forward(forward_batch([*mates, Stretch(tokens[-1:], NUM_TOKENS - 1, table)]))
-    assert_same_bits(among[-1:], whole[-1:])
+    last = Stretch(tokens[-1:], NUM_TOKENS - 1, table)
+    assert_same_bits(backend.forward(forward_batch([last])), whole[-1:])
+    short = [Stretch([7], 0, [40 + i]) for i in range(20)]
+    assert_same_bits(backend.forward(forward_batch([*short, last]))[-1:], whole[-1:])
 
 
 @pytest.mark.parametrize("num_sequences", [2, 5, 16, 64])
