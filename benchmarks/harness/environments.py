@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+NUM_CONTROL_TOKENS = 3  # of the random model's vocabulary, at its beginning
 DRIVERS = Path(__file__).parent.parent / "peer_drivers"
 
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
@@ -62,7 +66,11 @@ class Environments:
         target = self._root / "llama-1b.Q4_0.gguf"
         if not target.exists():
             print(f"writing {target.name}", file=sys.stderr)
-            write_random_gguf(target.with_suffix(".part"), LLAMA_1B_MODEL).rename(target)
+            # Every token but the control tokens has a text: an answer without any could not be seen to begin.
+            types = np.ones(LLAMA_1B_MODEL.vocab_size, np.int32)
+            types[:NUM_CONTROL_TOKENS] = 3
+            model = replace(LLAMA_1B_MODEL, metadata={"tokenizer.ggml.token_type": types})
+            write_random_gguf(target.with_suffix(".part"), model).rename(target)
         return target
 
     def openvino_model(self, source: Path, weights: str) -> Path:

@@ -21,7 +21,7 @@ _RATES: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "openvino-int4": ((500.0, 43.0), (500.0, 145.0)),
     "openvino-int8": ((500.0, 40.0), (500.0, 140.0)),
 }
-_START_S = 6.0  # start, warm-up, end
+_START_S = {"default": 6.0, "llama-1b": 20.0}  # start, warm-up, end
 _MODEL_RATIO = {"default": 1.0, "llama-1b": 9.0}  # work per token beside the default model's
 
 
@@ -68,7 +68,7 @@ def expected_s(row: Row, contestant: str) -> float:
     """About how long one run takes, seconds."""
     prompt_per_s, output_per_s = _RATES[contestant][row.concurrency >= 8]
     work_s = row.num_prompt_tokens / prompt_per_s + row.num_output_tokens / output_per_s
-    return _START_S + work_s * _MODEL_RATIO[row.model]
+    return _START_S[row.model] + work_s * _MODEL_RATIO[row.model]
 
 
 def round_s(each: Round) -> float:
