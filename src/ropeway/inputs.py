@@ -13,7 +13,10 @@ from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, RequestTooLargeError
 from ropeway.text.chat_template import ChatTemplate
 from ropeway.text.grammar import Grammars
+from ropeway.text.reasoning import thinks
 from ropeway.text.tokenizer import Tokenizer
+from ropeway.text.tool_calls import ToolFormat, tool_format_of
+from ropeway.text.tool_prompts import Tool, described_conversation
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 Message = Mapping[str, object]
@@ -82,12 +85,27 @@ class RequestBuilder:
             f"a prompt is text or a list of token ids, not {type(prompt).__name__}", param="prompt"
         )
 
-    def encode_chat(self, messages: Sequence[Message]) -> EncodedPrompt:
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls."""
+        return tool_format_of(self._chat_template.source)
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model thinks aloud before it answers."""
+        return thinks(self._chat_template.source)
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> EncodedPrompt:
         """Token ids of a conversation, through the model's chat template, with the assistant's turn opened.
 
         Raises InvalidRequestError for a model without a template and for messages that it refuses.
         """
-        text = self._chat_template.render(messages, add_generation_prompt=True)
+        if self._chat_template.knows_tools:
+            listed = [tool.as_openai() for tool in tools]
+            text = self._chat_template.render(messages, add_generation_prompt=True, tools=listed)
+        else:
+            plain = described_conversation(messages, tools) if tools or _mentions_tools(messages) else messages
+            text = self._chat_template.render(plain, add_generation_prompt=True)
         return EncodedPrompt(self._check_not_empty(self.tokenizer.encode(text)), text)
 
     def truncate(self, prompt: EncodedPrompt, num_tokens: int | None, max_tokens: int | None) -> EncodedPrompt:
@@ -183,3 +201,7 @@ class RequestBuilder:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; give at least one token", param="prompt")
         return tuple(token_ids)  # type: ignore[arg-type]  # callers pass ints
+
+
+def _mentions_tools(messages: Sequence[Message]) -> bool:
+    return any(isinstance(each, Mapping) and ("tool_calls" in each or each.get("role") == "tool") for each in messages)

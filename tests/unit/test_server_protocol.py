@@ -189,7 +189,7 @@ def test_messages_become_plain() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "tool", "content": "x"},
+        {"role": "function", "content": "x"},
         {"role": "user"},
         {"content": "x"},
         {"role": "user", "content": 5},
@@ -199,6 +199,9 @@ def test_messages_become_plain() -> None:
         {"role": "user", "content": [{"text": "x"}]},
         {"role": "user", "content": "x", "mood": "good"},
         {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]},
+        {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
         "x",
         None,
     ],

@@ -6,13 +6,15 @@ A whole answer is the sum of its news, so it cannot differ from the stream. Know
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ropeway.core.params import FinishReason, Request
 from ropeway.core.plan import TokenLogprobs
 from ropeway.outputs import Delta
+from ropeway.text.reasoning import ReasoningSplitter
 from ropeway.text.tokenizer import Tokenizer
+from ropeway.text.tool_calls import CallDelta, ToolCallParser, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class ChoiceNews:
 
     number: int
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
     finish_reason: FinishReason | str | None = None
     scored: list[ScoredToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -42,17 +46,78 @@ class ChoiceNews:
 
     def is_worth_telling(self) -> bool:
         return bool(
-            self.text or self.finish_reason or self.scored or self.token_ids or self.prompt_token_ids is not None
+            self.text
+            or self.reasoning
+            or self.calls
+            or self.finish_reason
+            or self.scored
+            or self.token_ids
+            or self.prompt_token_ids is not None
         )
 
     def add(self, later: ChoiceNews) -> None:
         """Takes in what came later of the same choice."""
         self.text += later.text
+        self.reasoning += later.reasoning
+        for call in later.calls:
+            self._add_call(call)
         self.finish_reason = later.finish_reason or self.finish_reason
         self.scored += later.scored
         self.token_ids += later.token_ids
         if later.prompt_token_ids is not None:
             self.prompt_token_ids, self.prompt_logprobs = later.prompt_token_ids, later.prompt_logprobs
+
+    def _add_call(self, call: CallDelta) -> None:
+        if call.name is not None:
+            self.calls.append(CallDelta(call.index, call.name))
+        self.calls[call.index].arguments += call.arguments
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """How the text of an answer is to be read. tool_format: calls are looked for; is_named: of one function by name.
+    starts_thinking: None where the model does not think aloud, else whether the prompt has opened the reasoning.
+    """
+
+    tool_format: ToolFormat | None = None
+    is_parallel: bool = True
+    is_named: bool = False
+    starts_thinking: bool | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tool_format is None and self.starts_thinking is None
+
+
+class AnswerReader:
+    """Reads one answer: reasoning, content and calls, as it arrives."""
+
+    def __init__(self, shape: AnswerShape) -> None:
+        self._shape = shape
+        self._splitter = (
+            None if shape.starts_thinking is None else ReasoningSplitter(starts_inside=shape.starts_thinking)
+        )
+        self._parser = None
+        if shape.tool_format is not None:
+            self._parser = ToolCallParser(shape.tool_format, is_parallel=shape.is_parallel)
+        self._has_calls = False
+
+    def read(self, news: ChoiceNews) -> None:
+        """Replaces the text of `news` by what it holds."""
+        text, is_last = news.text, news.finish_reason is not None
+        if self._splitter is not None:
+            news.reasoning, text = self._splitter.push(text)
+            if is_last:
+                reasoning, rest = self._splitter.finish()
+                news.reasoning, text = news.reasoning + reasoning, text + rest
+        if self._parser is not None:
+            found = [self._parser.push(text)] + ([self._parser.finish()] if is_last else [])
+            text = "".join(each.content for each in found)
+            news.calls = [call for each in found for call in each.calls]
+            self._has_calls = self._has_calls or bool(news.calls)
+        news.text = text
+        if news.finish_reason == "stop" and self._has_calls and not self._shape.is_named:
+            news.finish_reason = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +128,11 @@ class Wishes:
     prompt_logprobs: bool = False
     token_ids: bool = False
     echo: Mapping[str, str] = field(default_factory=dict)
+    shape: AnswerShape = AnswerShape()
 
     @property
     def is_text_only(self) -> bool:
-        return not (self.logprobs or self.prompt_logprobs or self.token_ids or self.echo)
+        return self.shape.is_plain and not (self.logprobs or self.prompt_logprobs or self.token_ids or self.echo)
 
 
 class TokenOffsets:
@@ -101,6 +167,7 @@ class RequestChoices:
         self._offsets = [TokenOffsets(tokenizer, skip_special=skips_special) for _ in range(n)]
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._held: list[Delta] = []
+        self._readers = [None if wishes.shape.is_plain else AnswerReader(wishes.shape) for _ in range(n)]
 
     def push(self, delta: Delta) -> list[ChoiceNews]:
         """The news that a delta brings; some of them may have waited."""
@@ -121,6 +188,9 @@ class RequestChoices:
             self._is_begun[index] = True
             self._begin(news, index)
         news.text += delta.text
+        reader = self._readers[index]
+        if reader is not None:
+            reader.read(news)
         if wishes.logprobs:
             news.scored += [
                 ScoredToken(each.token_id, self._offsets[index].next(each.token_id), each) for each in delta.logprobs
@@ -150,11 +220,3 @@ class RequestChoices:
 
 def _is_cut(delta: Delta) -> bool:
     return delta.finish_reason in ("abort", "error")
-
-
-def sum_of(news: Sequence[ChoiceNews], number: int) -> ChoiceNews:
-    """Everything that was told of one choice."""
-    total = ChoiceNews(number)
-    for each in news:
-        total.add(each)
-    return total

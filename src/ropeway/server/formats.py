@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
+
 from ropeway.server.choices import ChoiceNews, Wishes
 from ropeway.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from ropeway.text.tokenizer import Tokenizer
+from ropeway.text.tool_calls import CallDelta
 
 
 class CompletionFormat:
@@ -48,12 +51,24 @@ class ChatFormat:
 
     def choice(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
         """A choice of a whole answer."""
-        message = {"role": "assistant", "content": news.text, "refusal": None}
+        content = news.text if news.text or not news.calls else None
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if wishes.shape.starts_thinking is not None:
+            message["reasoning_content"] = news.reasoning or None
+        if news.calls:
+            message["tool_calls"] = [_call(call) for call in news.calls]
         return self._with_rest({"index": news.number, "message": message}, news, wishes)
 
     def chunk_choice(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
         """A choice of a chunk."""
-        return self._with_rest({"index": news.number, "delta": {"content": news.text}}, news, wishes)
+        delta: dict[str, object] = {}
+        if news.text or not (news.reasoning or news.calls):
+            delta["content"] = news.text
+        if news.reasoning:
+            delta["reasoning_content"] = news.reasoning
+        if news.calls:
+            delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in news.calls]
+        return self._with_rest({"index": news.number, "delta": delta}, news, wishes)
 
     def _with_rest(self, choice: dict[str, object], news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
         choice["logprobs"] = chat_logprobs(self._tokenizer, news.scored) if wishes.logprobs else None
@@ -71,6 +86,14 @@ class ChatFormat:
 
 
 Format = CompletionFormat | ChatFormat
+
+
+def _call(call: CallDelta) -> dict[str, object]:
+    """A call, or what is new of it: its id, type and name come with the first news."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _token_fields(tokenizer: Tokenizer, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:

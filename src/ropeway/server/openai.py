@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import orjson
@@ -20,11 +20,14 @@ from ropeway.errors import EngineStoppedError, InvalidRequestError, RopewayError
 from ropeway.inputs import EncodedPrompt
 from ropeway.llm import AsyncLLM
 from ropeway.outputs import Delta
-from ropeway.server.choices import ChoiceNews, RequestChoices, Wishes
+from ropeway.server.choices import AnswerShape, ChoiceNews, RequestChoices, Wishes
 from ropeway.server.errors import error_body
 from ropeway.server.formats import Format
 from ropeway.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, SamplingBody
+from ropeway.server.tools import ToolUse
+from ropeway.text.reasoning import OPENER
 from ropeway.text.tokenizer import Tokenizer
+from ropeway.text.tool_prompts import tools_grammar
 
 T = TypeVar("T")
 
@@ -33,6 +36,7 @@ MAX_CHOICES = 2048
 INLINE_PROMPT_CHARACTERS = 4096
 
 DONE = b"data: [DONE]\n\n"
+_PLAIN_TEXT = AnswerShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +122,14 @@ async def start_chat(llm: AsyncLLM, body: ChatBody) -> Generation:
     _check_num_choices(1, body)
     messages = body.conversation()
     num_characters = sum(len(str(message["content"])) for message in messages)
-    encoded = await _off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages))
-    grammar = await _grammar(llm, body)
-    return _generation(llm, body, model, f"chatcmpl-{uuid.uuid4().hex}", [encoded], body.num_tokens_asked, grammar)
+    use = body.tool_use()
+    num_characters += len(str(body.tools or ""))
+    encoded = await _off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages, use.tools))
+    grammar = await _tools_grammar(llm, use) if use.must_call else await _grammar(llm, body)
+    shape = _answer_shape(llm, use, encoded, has_grammar=grammar is not None)
+    return _generation(
+        llm, body, model, f"chatcmpl-{uuid.uuid4().hex}", [encoded], body.num_tokens_asked, grammar, shape
+    )
 
 
 async def whole_answer(generation: Generation, stream: OutputStream, form: Format) -> bytes:
@@ -236,8 +245,11 @@ def _generation(
     prompts: Sequence[EncodedPrompt],
     max_tokens: int | None,
     grammar: str | None,
+    shape: AnswerShape = _PLAIN_TEXT,
 ) -> Generation:
     params = body.sampling_params(max_tokens, llm.builder.default_sampling, grammar)
+    if shape.tool_format is not None and llm.builder.tokenizer.special_id(shape.tool_format.opener or "") is not None:
+        params = replace(params, skip_special_tokens=False)  # the token that announces a call must be seen
     terms = body.service_terms()
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
@@ -256,8 +268,33 @@ def _generation(
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
         echo=echo,
+        shape=shape,
     )
     return Generation(answer_id, model, int(time.time()), requests, body.includes_usage, wishes, tokenizer)
+
+
+async def _tools_grammar(llm: AsyncLLM, use: ToolUse) -> str:
+    """The grammar of a call that must be made, compiled off the loop."""
+    builder = llm.builder
+
+    def compiled() -> str:
+        grammar = tools_grammar(builder.tool_format, use.required, builder.tokenizer, is_parallel=use.is_parallel)
+        try:
+            builder.grammars.check(grammar)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"tools: {error}", param="tools") from None
+        return grammar
+
+    return await asyncio.to_thread(compiled)
+
+
+def _answer_shape(llm: AsyncLLM, use: ToolUse, prompt: EncodedPrompt, *, has_grammar: bool) -> AnswerShape:
+    """What to look for in an answer: calls where there are tools, reasoning where the model thinks and may say so."""
+    starts_thinking = None
+    if llm.builder.has_reasoning and not has_grammar:
+        starts_thinking = (prompt.text or "").rstrip().endswith(OPENER)
+    tool_format = llm.builder.tool_format if use.tools else None
+    return AnswerShape(tool_format, use.is_parallel, use.is_named, starts_thinking)
 
 
 async def _grammar(llm: AsyncLLM, body: SamplingBody) -> str | None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ropeway.core.params import MAX_LOGPROBS, SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
 from ropeway.server.structured import grammar_of
+from ropeway.server.tools import ToolUse, message_calls, tool_use
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_COMPLETION_LOGPROBS = 5
@@ -21,7 +22,6 @@ MAX_COMPLETION_LOGPROBS = 5
 INERT_FIELDS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -63,15 +63,13 @@ REFUSED_CHAT_FIELDS = {
     "functions": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 # Fields of a message that clients send back from an answer. They may only be empty.
-_EMPTY_MESSAGE_FIELDS = ("tool_calls", "function_call", "refusal", "annotations", "audio", "reasoning_content")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_EMPTY_MESSAGE_FIELDS = ("function_call", "refusal", "annotations", "audio")
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class StreamOptions(BaseModel):
@@ -250,6 +248,16 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or a function by name.")
+    parallel_tool_calls: bool | None = None
+
+    def tool_use(self) -> ToolUse:
+        """The tools, and whether one must be called. Raises InvalidRequestError with the field's name."""
+        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if use.must_call and self.grammar() is not None:
+            raise InvalidRequestError("tool_choice and response_format exclude each other", param="tool_choice")
+        return use
 
     @property
     def num_logprobs(self) -> int | None:
@@ -348,12 +356,23 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, object]:
         raise UnsupportedFieldError(
             f"{where}.role {message.role[:40]!r} is not supported; supported: {', '.join(_ROLES)}", param="messages"
         )
-    for name, value in (message.model_extra or {}).items():
+    extra = dict(message.model_extra or {})
+    calls = message_calls(where, extra.pop("tool_calls", None) or [])
+    if calls and role != "assistant":
+        raise InvalidRequestError(f"{where}.tool_calls belongs to an assistant's message", param="messages")
+    call_id = extra.pop("tool_call_id", None)
+    extra.pop("reasoning_content", None)  # what was thought before is not said again
+    for name, value in extra.items():
         if name not in _EMPTY_MESSAGE_FIELDS:
             raise InvalidRequestError(f"unknown field '{where}.{name[:40]}'", param="messages")
         if value:
             raise UnsupportedFieldError(f"{where}.{name} is not supported; leave it out", param="messages")
-    plain: dict[str, object] = {"role": role, "content": _plain_content(where, message.content)}
+    content = "" if calls and message.content is None else _plain_content(where, message.content)
+    plain: dict[str, object] = {"role": role, "content": content}
+    if calls:
+        plain["tool_calls"] = calls
+    if call_id is not None:
+        plain["tool_call_id"] = call_id
     if message.name is not None:
         plain["name"] = message.name
     return plain

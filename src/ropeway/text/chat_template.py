@@ -61,11 +61,22 @@ class ChatTemplate:
             clock=clock,
         )
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        return "tools" in (self.source or "")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt for `messages`, each with a role and a content: a string, or OpenAI's list of parts, of which
         only text is accepted, one part a line.
 
-        add_generation_prompt: end with the beginning of the assistant's answer.
+        add_generation_prompt: end with the beginning of the assistant's answer. tools: as OpenAI writes them.
 
         Raises InvalidRequestError for messages that are malformed or that the template refuses, and for a model
         without template.
@@ -78,7 +89,7 @@ class ChatTemplate:
         variables: dict[str, object] = {
             "messages": plain,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": list(tools) if tools else None,
             "documents": None,
             **self._special_tokens,
         }

@@ -52,6 +52,13 @@ def json_schema_grammar(schema: object) -> str:
     return grammar
 
 
+def embedded_json(schema: Mapping[str, Any]) -> str:
+    """A schema for %json within a Lark grammar. Raises as `json_schema_grammar` does."""
+    json_schema_grammar(dict(schema))
+    normalised = bounded_recursion(normalised_schema(dict(schema)))
+    return json.dumps({**normalised, "x-guidance": _JSON_LAYOUT})
+
+
 def json_object_grammar() -> str:
     """A grammar of any JSON object."""
     return json_schema_grammar({"type": "object"})

@@ -90,7 +90,7 @@ class Tokenizer:
             index for index, kind in marked if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
         )
         user_defined = {self._tokens[index]: index for index, kind in marked if kind == TokenKind.USER_DEFINED}
-        special = {self._tokens[index]: index for index in self.special_token_ids}
+        special = self._special_ids = {self._tokens[index]: index for index in self.special_token_ids}
         self._always_whole = _Splitter(user_defined)
         self._special_whole = _Splitter(user_defined | special)
         self._merge_tokenizer = _merge_tokenizer(self._tokens, spec, merges)
@@ -152,6 +152,10 @@ class Tokenizer:
         if known is None:
             known = self._token_bytes[token_id] = _bytes_of(self._tokens[token_id], self._kinds[token_id])
         return known
+
+    def special_id(self, text: str) -> int | None:
+        """The control token of this text; None where there is none."""
+        return self._special_ids.get(text)
 
     def token_text(self, token_id: int) -> str:
         """The token as the vocabulary spells it, in the byte-level alphabet for an ordinary one.
