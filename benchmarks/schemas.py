@@ -4,7 +4,7 @@
 
 Every schema of tests/support/json_schemas.py is asked at temperatures 0 and 1, with at most 512 tokens, all together;
 the `jsonschema` package judges the answers. Targets: at least 54 of at least 60 accepted, every answer valid and
-ended by `stop`, every refusal naming its keyword. Prints a line per answer; writes dated JSON under benchmarks/results/.
+ended by `stop`, every refusal naming its keyword. Prints a line per answer; writes dated JSON.
 """
 
 from __future__ import annotations

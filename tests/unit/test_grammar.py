@@ -97,7 +97,14 @@ def test_answers_fit_their_schemas(llm: LLM, temperature: float) -> None:
 
 
 def test_answers_do_not_depend_on_preemption(tiny_model_path: Path) -> None:
-    small = LLM(tiny_model_path, max_model_len=256, num_kv_blocks=20, max_num_seqs=8, max_num_batched_tokens=64)
+    small = LLM(
+        tiny_model_path,
+        max_model_len=256,
+        num_kv_blocks=20,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        admission="optimistic",
+    )
     params = [
         SamplingParams(
             temperature=1, seed=seed, max_tokens=200, grammar=json_schema_grammar(SUPPORTED["weather report"])

@@ -74,7 +74,14 @@ def test_a_cached_prompt_is_scored_all_the_same(llm: LLM) -> None:
 
 def test_scores_survive_preemption(tiny_model_path: Path) -> None:
     """A pool too small for everybody's answers: prompts run again, and no score comes twice."""
-    small = LLM(tiny_model_path, max_model_len=256, num_kv_blocks=16, max_num_seqs=8, max_num_batched_tokens=64)
+    small = LLM(
+        tiny_model_path,
+        max_model_len=256,
+        num_kv_blocks=16,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        admission="optimistic",
+    )
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, logprobs=1, prompt_logprobs=1)
     prompts = [PROMPT[number : number + 30] for number in range(6)]
     together = small.generate(prompts, params)
