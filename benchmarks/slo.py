@@ -10,7 +10,8 @@ nothing but the two targets (TPOT, and 10 s to the first token).
 
 Targets: the 95th percentile of the TPOT of the requests that end in a window is within the target in 95 % of windows;
 nothing is refused below a load of 0.9; output tokens/s reach 0.9 of what the best fixed setting does with the same
-arrivals (below a load of 1: of all that was asked for, which no setting can exceed for long). Goodput counts requests that held both targets, over all that came: one refused is one missed.
+arrivals (below a load of 1: of all that was asked for, which no setting can exceed for long). Goodput counts requests
+that held both targets, over all that came: one refused is one missed.
 """
 
 from __future__ import annotations

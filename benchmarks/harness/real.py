@@ -6,6 +6,7 @@ stop token in the place of what was drawn. Knows no experiment.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -35,27 +36,35 @@ MAX_LOG_BYTES = 1 << 30
 
 
 class WallClock:
-    """The time of the wall, in seconds from the start of the experiment."""
+    """The time of the wall, in seconds from the start of the experiment. waited_s: of it, with nothing to do."""
 
     def __init__(self) -> None:
         self._start_s = time.monotonic()
+        self.waited_s = 0.0
 
     def __call__(self) -> float:
         return time.monotonic() - self._start_s
 
     def wait_until(self, time_s: float) -> None:
-        time.sleep(max(0.0, time_s - self()))
+        now_s = self()
+        time.sleep(max(0.0, time_s - now_s))
+        self.waited_s += self() - now_s
 
 
 class ScriptedEnds:
-    """A real runner whose answers end where they were scripted to. Keeps the shape and the time of every step."""
+    """A real runner whose answers end where they were scripted to.
 
-    def __init__(self, runner: Runner, lengths: AnswerLengths) -> None:
+    Keeps the shape of every step and its time, which is that from its launch to the next one's, less what was waited:
+    so it holds planning, committing and the harness, as the time of a virtual step does.
+    """
+
+    def __init__(self, runner: Runner, lengths: AnswerLengths, clock: WallClock) -> None:
         self._runner = runner
         self._lengths = lengths
+        self._clock = clock
         self._token_ids: tuple[int, ...] = ()
-        self.shapes: list[StepShape] = []
-        self.times_s: list[float] = []
+        self._shapes: list[StepShape] = []
+        self._begun_s: list[float] = []  # without the time waited
 
     def add(self, sequence_id: int, request: Request, index: int) -> None:
         self._lengths.begin(sequence_id, request)
@@ -63,15 +72,19 @@ class ScriptedEnds:
 
     def launch(self, plan: StepPlan) -> None:
         self._token_ids = self._lengths.token_ids(plan)
-        start_s = time.perf_counter()
+        self._begun_s.append(self._clock() - self._clock.waited_s)
+        self._shapes.append(StepShape.of(plan))
         self._runner.launch(plan)
-        self.times_s.append(time.perf_counter() - start_s)
-        self.shapes.append(StepShape.of(plan))
 
     def collect(self) -> StepResult:
         result = self._runner.collect()
         assert not result.failed_sequence_ids, "a row had no token to draw"
         return replace(result, token_ids=self._token_ids)
+
+    def fit(self) -> CostModel:
+        """What a step costs here."""
+        times_s = [after - before for before, after in itertools.pairwise(self._begun_s)]
+        return CostModel.fit(self._shapes[:-1], times_s)
 
 
 class RealMachine:
@@ -96,7 +109,8 @@ class RealMachine:
         recipe = make_recipe(self._calibrate(make_recipe({})))
         simulation, runner = self._simulation(recipe)
         real = drive(simulation)
-        cost = CostModel.fit(runner.shapes, runner.times_s)
+        _check(simulation)
+        cost = runner.fit()
         virtual = drive(simulate(recipe.make(), cost))
         document = new_document(f"{benchmark}-real", {"recipe": recipe.to_values(), "fitted": repr(cost)})
         document |= {"real": real, "virtual": virtual}
@@ -123,6 +137,7 @@ class RealMachine:
         simulation, _ = self._simulation(recipe, DecisionRecorder(log.put, os.urandom(32)))
         simulation.run(arrivals, on_step=on_step)
         log.close()
+        _check(simulation)
         return simulation.engine.stats()
 
     def _calibrate(self, recipe: SchedulerRecipe) -> dict[str, float]:
@@ -130,7 +145,8 @@ class RealMachine:
         simulation, runner = self._simulation(recipe)
         lengths = [Lengths(16 * 2 ** (number % 6), 8 + number * 5 % 48, 64) for number in range(36)]
         simulation.run([make_arrival(number, 0.1 * number, each) for number, each in enumerate(lengths)])
-        return prior_of(CostModel.fit(runner.shapes, runner.times_s))
+        _check(simulation)
+        return prior_of(runner.fit())
 
     def _simulation(
         self, recipe: SchedulerRecipe, recorder: DecisionRecorder | None = None
@@ -145,7 +161,12 @@ class RealMachine:
         backend = make_backend(self._model, facts)
         lengths, clock = AnswerLengths(), WallClock()
         runner = ScriptedEnds(
-            Runner(backend, max_num_seqs=recipe.max_num_seqs, max_model_len=recipe.max_model_len), lengths
+            Runner(backend, max_num_seqs=recipe.max_num_seqs, max_model_len=recipe.max_model_len), lengths, clock
         )
         hasher = None if recorder is None else RecordingHasher(recipe.block_size, recorder.note_hash)
         return Simulation(Engine(recipe.make(hasher), runner, clock, recorder), lengths, clock), runner
+
+
+def _check(simulation: Simulation) -> None:
+    if num_failed := simulation.engine.stats().num_failed_steps:
+        raise SystemExit(f"{num_failed} steps could not be computed: these figures would mean nothing")

@@ -60,6 +60,14 @@ def test_a_fit_finds_the_costs_behind_noisy_steps(truth: CostModel) -> None:
         assert fitted.step_s(shape) == pytest.approx(truth.step_s(shape), rel=0.05)
 
 
+def test_a_fit_gives_the_right_sum_where_one_step_in_ten_is_slow() -> None:
+    draw = random.Random(1)
+    shapes = [StepShape(n, 200 * n, n) for n in (1 + draw.randrange(64) for _ in range(600))]
+    times_s = [TWO_CORES.step_s(shape) * draw.choice((1,) * 9 + (4,)) for shape in shapes]
+    fitted = CostModel.fit(shapes, times_s)
+    assert sum(map(fitted.step_s, shapes)) == pytest.approx(sum(times_s), rel=0.03)
+
+
 def test_a_fit_never_gives_a_negative_cost() -> None:
     shapes = [StepShape(n, 10 * n, 1) for n in range(1, 20)]
     fitted = CostModel.fit(shapes, [1.0 / n for n in range(1, 20)])  # falls with the tokens
@@ -140,3 +148,12 @@ def test_a_scheduler_that_hangs_is_an_error_and_not_an_endless_loop(monkeypatch:
     monkeypatch.setattr(scheduler, "plan", lambda now_s: None)
     with pytest.raises(SimulationStalledError, match="1 wait"):
         sim.run([arrival(0, 0.0), arrival(1, 5.0)][:1])
+
+
+def test_no_two_prompts_begin_alike_and_all_are_within_a_vocabulary() -> None:
+    prompts = [
+        arrival(number, 0.0, prompt=40).request.prompt_token_ids for number in (*range(0, 40_000, 97), 5, 16_389)
+    ]
+    assert len({prompt[:4] for prompt in prompts}) == len(prompts)
+    assert all(len(prompt) == 40 and 0 < min(prompt) and max(prompt) < 32_000 for prompt in prompts)
+    assert len(arrival(7, 0.0, prompt=1).request.prompt_token_ids) == 1

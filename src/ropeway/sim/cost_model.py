@@ -16,6 +16,7 @@ from ropeway.errors import ConfigError
 
 _MAX_SWEEPS = 20_000
 _TOLERANCE = 1e-9
+_NUM_REWEIGHTINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +87,21 @@ class CostModel:
 
     @staticmethod
     def fit(shapes: Sequence[StepShape], times_s: Sequence[float], knots: tuple[int, int] = (8, 128)) -> CostModel:
-        """The non-negative costs with the least squared relative error over measured steps.
+        """The non-negative costs with the least squared error, relative to what they predict, over measured steps.
+
+        Relative to what was measured, one slow step in ten would count for nothing, and the sum of all come out short.
 
         Raises ConfigError for fewer than 6 steps, or a time that is not positive.
         """
         if len(shapes) < 6 or len(shapes) != len(times_s) or min(times_s) <= 0:
             raise ConfigError(f"{len(shapes)} shapes with {len(times_s)} times cannot be fitted: at least 6 steps")
         times = np.asarray(times_s, dtype=np.float64)
-        features = _features(shapes, knots) / times[:, None]
-        fixed_s, *token_s, pair_s, row_s = _nonnegative_least_squares(features, np.ones(len(times))).tolist()
+        features = _features(shapes, knots)
+        scale = times
+        for _ in range(_NUM_REWEIGHTINGS):
+            costs = _nonnegative_least_squares(features / scale[:, None], times / scale)
+            scale = np.maximum(features @ costs, times.min())
+        fixed_s, *token_s, pair_s, row_s = costs.tolist()
         first_s, middle_s, last_s = token_s
         return CostModel(fixed_s, (first_s, middle_s, last_s), pair_s, row_s, knots)
 

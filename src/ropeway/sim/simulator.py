@@ -22,6 +22,7 @@ from ropeway.errors import OverloadedError
 from ropeway.sim.cost_model import CostModel, StepShape
 
 STOP_TOKEN_ID, OTHER_TOKEN_ID = 0, 1
+_FIRST_TOKEN_ID, _NUM_TOKEN_IDS = 100, 16_384
 
 
 class Clock(Protocol):
@@ -313,11 +314,12 @@ class Lengths:
 
 
 def make_arrival(number: int, arrival_s: float, lengths: Lengths, terms: ServiceTerms | None = None) -> Arrival:
-    """Request `number`, whose prompt shares no block with that of another."""
-    first = number * 65_536 % 2**31
+    """Request `number`; its prompt, of ids that most vocabularies have, begins like no other's: they share no block."""
+    prompt: tuple[int, ...] = (_FIRST_TOKEN_ID + number % _NUM_TOKEN_IDS, _FIRST_TOKEN_ID + number // _NUM_TOKEN_IDS)
+    prompt += (_FIRST_TOKEN_ID,) * max(0, lengths.num_prompt_tokens - len(prompt))
     request = Request(
         request_id=str(number),
-        prompt_token_ids=tuple(range(first, first + lengths.num_prompt_tokens)),
+        prompt_token_ids=prompt[: lengths.num_prompt_tokens],
         params=SamplingParams(max_tokens=lengths.max_tokens),
         max_tokens=lengths.max_tokens,
         seed=0,
