@@ -173,7 +173,8 @@ def plot(document: dict[str, Any]) -> str:
         series = []
         for name, policy, is_flooded in lines:
             times = find(document, machine=machine, policy=policy, is_flooded=is_flooded)["ttfts_s"]
-            series.append(Series(name, tuple((100 * (i + 1) / len(times), t) for i, t in enumerate(times))))
+            shares = [*range(2, 99, 4), 99, 100]
+            series.append(Series(name, tuple((share, percentile(times, share / 100)) for share in shares)))
         panels.append(Panel(machine, x_label, y_label, tuple(series)))
         panels.append(Panel(f"{machine}, without fcfs", x_label, y_label, tuple(series[:2])))
     return render_svg("One tenant floods, another sends one request at a time", panels)
