@@ -41,6 +41,18 @@ def add(total: dict[str, Any], news: dict[str, Any]) -> None:
             total[name] = value
 
 
+def approximately(value: Any) -> Any:
+    """`value` with its floats matched to 1e-3: the numpy backend of these tests rounds with the shape of a batch."""
+    match value:
+        case float():
+            return pytest.approx(value, abs=1e-3)
+        case dict():
+            return {key: approximately(each) for key, each in value.items()}
+        case list():
+            return [approximately(each) for each in value]
+    return value
+
+
 def comparable(choice: dict[str, Any]) -> dict[str, Any]:
     message = choice.pop("message", None) or choice.pop("delta", None)
     if message is not None:
@@ -70,14 +82,14 @@ def test_streamed_extras_are_unstreamed_ones(http: httpx.Client, extras: dict[st
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     whole = {choice["index"]: comparable(choice) for choice in answer.json()["choices"]}
-    assert streamed(http, "/v1/completions", body) == whole
+    assert streamed(http, "/v1/completions", body) == approximately(whole)
     chat = {key: value for key, value in body.items() if key not in ("prompt", "echo", "logprobs")}
     chat |= {"messages": MESSAGES, "logprobs": True, "top_logprobs": extras.get("logprobs", 1)}
     whole = {
         choice["index"]: comparable(choice) for choice in http.post("/v1/chat/completions", json=chat).json()["choices"]
     }
     found = {number: comparable(choice) for number, choice in streamed(http, "/v1/chat/completions", chat).items()}
-    assert found == whole
+    assert found == approximately(whole)
 
 
 def test_chat_logprobs(client: OpenAI) -> None:
@@ -129,7 +141,7 @@ def test_as_evaluation_harnesses_ask(client: OpenAI) -> None:
             model="tiny", prompt=context, max_tokens=1, logprobs=0, extra_body={"logit_bias": {"70": 100}}
         )
         assert free.choices[0].logprobs is not None
-        assert free.choices[0].logprobs.token_logprobs == scored[:1]
+        assert free.choices[0].logprobs.token_logprobs == approximately(scored[:1])
 
 
 def test_token_fields(http: httpx.Client) -> None:
