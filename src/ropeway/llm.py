@@ -23,10 +23,11 @@ from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
 from ropeway.core.step_time import NO_COSTS, StepCosts
-from ropeway.engine.async_engine import AsyncEngine, OutputStream
+from ropeway.engine.async_engine import AsyncEngine
 from ropeway.engine.decision_log_file import DecisionLogFile
 from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
 from ropeway.engine.engine import Engine
+from ropeway.engine.output_stream import OutputStream
 from ropeway.engine.runner import Runner
 from ropeway.errors import InvalidRequestError, ModelFileError
 from ropeway.inputs import EncodedPrompt, Message, Prompt, RequestBuilder

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from tests.support.gated_engine import PROMPT, GatedBackend, engine_on, request, run_with_engine
 
-from ropeway.engine.async_engine import AsyncEngine, EngineThread, StepNews
+from ropeway.engine.async_engine import AsyncEngine
 from ropeway.engine.engine import Engine
+from ropeway.engine.engine_thread import EngineThread, StepNews
 from ropeway.errors import EngineStoppedError, RequestTooLargeError
 from ropeway.model.gguf import GgufFile
 from ropeway.outputs import Delta

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core"},
     "inputs": {"core", "text"},
     "outputs": {"core", "text"},
+    "engine.output_stream": {"outputs"},
     "engine.async_engine": {"core", "engine", "text", "outputs"},
     "catalog": set(),
     "config": {"core"},

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import orjson
 
 from ropeway.core.params import Request
-from ropeway.engine.async_engine import OutputStream
+from ropeway.engine.output_stream import OutputStream
 from ropeway.errors import EngineStoppedError, InvalidRequestError, RopewayError, UnknownModelError
 from ropeway.inputs import EncodedPrompt
 from ropeway.llm import AsyncLLM

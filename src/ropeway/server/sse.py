@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from starlette.responses import Response
 
-from ropeway.engine.async_engine import OutputStream
+from ropeway.engine.output_stream import OutputStream
 from ropeway.errors import RopewayError
 from ropeway.outputs import Delta
 
