@@ -6,6 +6,7 @@
     │   └── UnsupportedFieldError  a field that would change the answer and is not served (HTTP 400)
     ├── UnknownModelError          the named model is not the one being served            (HTTP 404)
     ├── OverloadedError            refused at the door, try again later                   (HTTP 503)
+    │   └── RateLimitedError       a caller exceeds what its key allows                   (HTTP 429)
     ├── RequestTimeoutError        accepted, and out of time before its end               (HTTP 504)
     ├── EngineStoppedError         the engine has shut down or failed                     (HTTP 503)
     ├── ModelFileError             the model file is truncated, corrupt, hostile or not a model
@@ -52,6 +53,10 @@ class OverloadedError(RopewayError):
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitedError(OverloadedError):
+    """A caller exceeds the requests or tokens per minute that its key allows."""
 
 
 class RequestTimeoutError(RopewayError):

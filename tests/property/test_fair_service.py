@@ -59,7 +59,8 @@ def measure(
     def add(tenant: str) -> None:
         number = next(numbers)
         shape = lengths[tenant][number % len(lengths[tenant])]
-        scheduler.add(make_request(f"{tenant}{number}", *shape, stop=False, terms=ServiceTerms(tenant=tenant)), 0.0)
+        terms = ServiceTerms(tenant=tenant, weight=weights.get(tenant, 1.0))
+        scheduler.add(make_request(f"{tenant}{number}", *shape, stop=False, terms=terms), 0.0)
         num_waiting[tenant] += 1
 
     for tenant in "ab":
@@ -105,7 +106,7 @@ def test_two_tenants_that_wait_are_never_further_apart_than_the_theorem_says(
 ) -> None:
     weights = {"b": weight}
     gap = measure(
-        lambda: WithoutPreemption(weights),
+        WithoutPreemption,
         lengths,
         weights=weights,
         num_first=num_first,

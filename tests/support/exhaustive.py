@@ -169,7 +169,9 @@ def _freeze(scheduler: Scheduler) -> bytes:
 
 @cache
 def _request(number: int, arrival: Arrival) -> Request:
-    terms = ServiceTerms(tenant="abb"[number], priority=1 - number, is_background=arrival.is_background)
+    terms = ServiceTerms(
+        tenant="abb"[number], weight=(1.0, 2.0, 2.0)[number], priority=1 - number, is_background=arrival.is_background
+    )
     return make_request(str(number), arrival.num_prompt_tokens, arrival.max_tokens, terms=terms)
 
 

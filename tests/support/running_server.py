@@ -25,6 +25,8 @@ class RunningServer:
     def __init__(self, model: Path, *flags: str) -> None:
         self._command = [sys.executable, "-m", "ropeway", "serve", str(model), "--port", "0", *flags]
         self.url = ""
+        has_admin_key = "--admin-api-key" in flags
+        self._admin_key = flags[flags.index("--admin-api-key") + 1] if has_admin_key else None
 
     def __enter__(self) -> RunningServer:
         self._log = tempfile.TemporaryFile("w+")
@@ -65,6 +67,11 @@ class RunningServer:
         self._log.seek(0)
         return self._log.read()
 
+    @property
+    def admin_headers(self) -> dict[str, str]:
+        """What opens every path."""
+        return {} if self._admin_key is None else {"Authorization": f"Bearer {self._admin_key}"}
+
     def send_signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
@@ -74,7 +81,7 @@ class RunningServer:
 
     def metric(self, name: str) -> float:
         """The sum over its labels of a metric, by its name without the prefix."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", headers=self.admin_headers).text
         values = re.findall(rf"^ropeway:{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert values, f"no metric {name}"
         return sum(map(float, values))

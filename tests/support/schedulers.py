@@ -10,7 +10,7 @@ from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, Sho
 from ropeway.core.predictive_admission import PredictiveAdmission
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "vtc": lambda: VirtualTokenCounters({"b": 2.0}),
+    "vtc": VirtualTokenCounters,
     "fcfs": FirstComeFirstServed,
     "priority": lambda: PriorityOrder(2.0),
     "priority, strict": lambda: PriorityOrder(0.0),

@@ -62,6 +62,7 @@ records = st.one_of(
         max_tokens=counts,
         num_sequences=counts,
         tenant=st.text(max_size=4),
+        weight=st.floats(0.001, 1000),
         user=st.text(max_size=4),
         priority=st.integers(-(2**40), 2**40),
         is_background=st.booleans(),

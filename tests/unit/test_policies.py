@@ -161,14 +161,24 @@ def test_the_tenant_served_least_boards_next() -> None:
 
 
 def test_a_tenant_of_twice_the_weight_is_served_twice_as_much() -> None:
-    scheduler = with_policy(lambda: VirtualTokenCounters({"a": 2.0}), max_num_seqs=1)
+    scheduler = with_policy(VirtualTokenCounters, max_num_seqs=1)
+    for i in range(60):
+        for tenant, weight in (("a", 2.0), ("b", 1.0)):
+            add(scheduler, f"{tenant}{i}", 8, 4, tenant=tenant, weight=weight)
+    started = order_of_boarding(scheduler, 1000)[:30]
+    assert Counter(name[0] for name in started) == {"a": 20, "b": 10}
+    with pytest.raises(InvalidRequestError, match="weight must be above 0"):
+        ServiceTerms(tenant="a", weight=0.0)
+
+
+def test_a_weight_can_change_while_a_tenant_waits() -> None:
+    scheduler = with_policy(VirtualTokenCounters, max_num_seqs=1)
     for i in range(60):
         for tenant in "ab":
             add(scheduler, f"{tenant}{i}", 8, 4, tenant=tenant)
+    add(scheduler, "a last", 8, 4, tenant="a", weight=2.0)
     started = order_of_boarding(scheduler, 1000)[:30]
     assert Counter(name[0] for name in started) == {"a": 20, "b": 10}
-    with pytest.raises(ConfigError, match="weight of tenant 'a' must be positive"):
-        VirtualTokenCounters({"a": 0.0})
 
 
 def test_idling_earns_no_credit() -> None:

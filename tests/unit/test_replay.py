@@ -59,6 +59,7 @@ def arrivals(count: int, draw: random.Random) -> list[Arrival]:
             stop_token_ids=frozenset({0}),
             terms=ServiceTerms(
                 tenant=draw.choice(("", "secret-tenant")),
+                weight=(1.0, 1.0, 3.0)[number % 3],
                 is_background=draw.random() < 0.2,
                 timeout_s=draw.choice((None, 4.0)),
                 queue_timeout_s=draw.choice((None, 0.5)),

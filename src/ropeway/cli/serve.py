@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ropeway._version import __version__
@@ -20,6 +21,7 @@ from ropeway.config import EngineConfig, format_bytes, parse_bytes
 from ropeway.errors import ConfigError
 from ropeway.server.config import ServerConfig
 from ropeway.server.listening import address, bind
+from ropeway.server.tenants import check_key, load_key_file, terms_of_flags
 
 if TYPE_CHECKING:
     from ropeway.config import EngineFacts
@@ -41,7 +43,13 @@ def add_parser(subparsers: Any) -> None:
     add("--port", type=int, default=8000, help="port to listen on; default: 8000; 0 takes any free one")
     add("--served-model-name", action="append", metavar="NAME", help="name that requests may give; may be repeated, "
         "the first is the one answers carry; default: the model's")  # fmt: skip
-    add("--api-key", metavar="KEY", help="asked of every /v1 request as a bearer token; default: nothing is asked")
+    keys = group.add_mutually_exclusive_group()
+    keys.add_argument("--api-key", action="append", metavar="KEY", help="asked of every request but those for health, "
+        "as a bearer token; may be repeated, each is a tenant of its own; default: nothing is asked")  # fmt: skip
+    keys.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys with tenants, weights and rates, as JSON "
+        "or TOML, see docs/serving.md; read again on SIGHUP")  # fmt: skip
+    add("--admin-api-key", metavar="KEY", help="opens /metrics, /pause, /resume and /abort_requests, which other keys "
+        "do not; default: they are open where no keys are in use, else shut")  # fmt: skip
     add("--max-body-size", default="8M", metavar="SIZE", help="largest request body, such as 8M; default: 8M; a "
         "larger one is answered 413")  # fmt: skip
     add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="how long running requests may go on "
@@ -63,8 +71,13 @@ def run_serve(args: argparse.Namespace) -> int:
     options = engine_options(args)
     engine_config = EngineConfig.from_options(options)  # a wrong option is told before anything slow begins
 
+    api_keys = terms_of_flags(args.api_key or ()) if args.api_key_file is None else load_key_file(args.api_key_file)
+    if args.admin_api_key is not None:
+        check_key("--admin-api-key", args.admin_api_key)
     config = ServerConfig(
-        api_key=args.api_key,
+        api_keys=api_keys,
+        api_key_file=args.api_key_file,
+        admin_api_key=args.admin_api_key,
         max_body_bytes=max_body_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
         stall_s=args.health_timeout,

@@ -19,7 +19,7 @@ from ropeway.core.plan import BlockCopies, BlockGrants, StepPlan
 from ropeway.errors import DecisionLogError
 
 MAGIC = b"ropeway-decisions\n"
-VERSION = 1
+VERSION = 2
 
 HeaderValue = str | int | float | bool | None
 
@@ -38,6 +38,7 @@ class AddRecord:
     max_tokens: int
     num_sequences: int
     tenant: str = ""
+    weight: float = 1.0
     user: str = ""
     priority: int = 0
     is_background: bool = False
@@ -301,6 +302,7 @@ def _write_add(out: ByteWriter, record: AddRecord) -> None:
     out.uint(record.max_tokens)
     out.uint(record.num_sequences)
     out.text(record.tenant)
+    out.double(record.weight)
     out.text(record.user)
     out.sint(record.priority)
     out.uint(record.is_background)
@@ -317,6 +319,7 @@ def _read_add(reader: ByteReader) -> AddRecord:
         max_tokens=reader.uint(),
         num_sequences=reader.uint(),
         tenant=reader.text(),
+        weight=reader.double(),
         user=reader.text(),
         priority=reader.sint(),
         is_background=bool(reader.uint()),

@@ -5,14 +5,13 @@ OSDI 2024), and between the users of one tenant within its share. Knows no memor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 from ropeway.core.policy import Key, RankedLine
 from ropeway.core.sequence import Sequence, SequenceState
-from ropeway.errors import ConfigError
 
 # What one token counts. Decoding costs about twice a prompt's token: measured 1.6 to 2.6 ms against 0.9 to 1.0.
 PREFILL_COST = 1.0
@@ -37,17 +36,11 @@ class VirtualTokenCounters:
     served differs by at most 2 max(w_p longest prompt, w_q tokens running) (theorem 4.4 there). With one tenant and
     no users all of this is first come, first served.
 
-    weights: of tenants; 1 where none is given.
-    Raises ConfigError for a weight that is not positive.
+    Weights come with the requests, so they can change while a server runs: what is served later counts by the new one.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        weights = dict(weights or {})
-        for name, weight in weights.items():
-            if not 0 < weight < float("inf"):
-                raise ConfigError(f"the weight of tenant {name!r} must be positive, not {weight}")
-        self._weights = weights
-        self._tenants: Ledger[Tenant] = Ledger(self._make_tenant, None)
+    def __init__(self) -> None:
+        self._tenants: Ledger[Tenant] = Ledger(Tenant, None)
         self._seats: dict[int, Seat] = {}  # of unfinished sequences
         self._num_waiting = 0
         self._num_boardings = 0
@@ -149,12 +142,10 @@ class VirtualTokenCounters:
             assert bool(num_waiting) == (tenant.ticket is not None), "a tenant waits out of line"
         assert not by_user, "somebody waits whose tenant or user is unknown"
 
-    def _make_tenant(self, name: str | None) -> Tenant:
-        return Tenant(name, 1.0 / self._weights.get(name or "", 1.0))
-
     def _seat(self, sequence: Sequence) -> Seat:
         terms = sequence.request.terms
         tenant = self._tenants.open(terms.tenant)
+        tenant.cost_factor = 1.0 / terms.weight
         seat = Seat(tenant, tenant.users.open(terms.user), is_newcomer=tenant.num_unfinished == 1)
         self._seats[sequence.sequence_id] = seat
         return seat
@@ -193,14 +184,14 @@ class User:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant: what it was served per weight, and its users. cost_factor: 1 / weight.
+    """One tenant: what it was served per weight, and its users. cost_factor: 1 / weight, as its newest request says.
 
     turn: its last boarding, counted over all: among equals, who boarded longest ago comes first. (A user's stays 0:
     there may be ever new ones.)
     """
 
     name: str | None
-    cost_factor: float
+    cost_factor: float = 1.0
     counter: float = 0.0
     turn: int = 0
     num_unfinished: int = 0

@@ -15,6 +15,7 @@ Timeout = Literal["request", "queue"]  # the limit that a request ran into: of i
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 1000  # either way; with ageing it bounds how long anybody can be overtaken
 MAX_TIMEOUT_S = 365.0 * 86_400
+MAX_WEIGHT = 1e6
 MAX_LOGPROBS = 20  # alternatives per position, as OpenAI and vLLM bound them
 MAX_NAME_CHARACTERS = 512
 MAX_COUNT = 2**31 - 1  # of tokens and token ids: what an int32 column of a batch holds
@@ -121,7 +122,8 @@ class SamplingParams:
 class ServiceTerms:
     """On whose account and how soon a request is served; never decides its tokens. Validated on construction.
 
-    tenant: whose share of the service it uses. user: divides the share of its tenant; None is a user of its own.
+    tenant: whose share of the service it uses; weight: how large that share is, beside 1 of others; what a tenant's
+    newest request says counts. user: divides the share of its tenant; None is a user of its own.
     priority: lower is sooner; 0 unless the policy is `priority`.
     is_background: it takes what interactive requests leave over.
     cache_salt: prefixes are shared only between requests of one tenant and one salt.
@@ -131,6 +133,7 @@ class ServiceTerms:
     """
 
     tenant: str = ""
+    weight: float = 1.0
     user: str | None = None
     priority: int = 0
     is_background: bool = False
@@ -146,6 +149,7 @@ class ServiceTerms:
                 raise InvalidRequestError(
                     f"{name} has {len(text)} characters; at most {MAX_NAME_CHARACTERS} are taken", param=name
                 )
+        _check_float("weight", self.weight, low=0.0, high=MAX_WEIGHT, low_is_open=True)
         for name in ("timeout_s", "queue_timeout_s"):
             if getattr(self, name) is not None:
                 _check_float(name, getattr(self, name), low=0.0, high=MAX_TIMEOUT_S, low_is_open=True)

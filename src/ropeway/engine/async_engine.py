@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from ropeway.core.params import Request, Timeout
+from ropeway.core.params import FinishReason, Request, Timeout
 from ropeway.core.plan import SequenceEvent
 from ropeway.core.stats import EngineStats
 from ropeway.engine.engine import Engine
 from ropeway.engine.engine_thread import EngineThread, StepNews
 from ropeway.engine.metrics import EngineMetrics, RequestTimes
 from ropeway.engine.output_stream import OutputStream
+from ropeway.engine.request_report import RequestReport
 from ropeway.engine.utilization import CallMeter, Utilization
 from ropeway.errors import (
     EngineStoppedError,
@@ -41,19 +42,41 @@ class _OpenRequest:
     stream: OutputStream
     times: RequestTimes
     num_in_engine: int
-    is_broken: bool = False
+    error: RopewayError | None = None
     is_started: bool = False
+    num_cached_tokens: int = 0
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
+
+    @property
+    def is_broken(self) -> bool:
+        return self.error is not None
+
+    def report(self, end_s: float | None = None) -> RequestReport:
+        request = self.assembler.request
+        return RequestReport(
+            request_id=request.request_id,
+            num_prompt_tokens=self.times.num_prompt_tokens,
+            num_generated_tokens=self.assembler.num_generated_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            finish_reasons=tuple([self.finish_reasons.get(index) for index in range(request.params.n)]),
+            error=self.error,
+            has_started=self.is_started,
+            arrival_s=self.times.arrival_s,
+            first_token_s=self.times.first_token_s,
+            end_s=end_s,
+        )
 
 
 class AsyncEngine:
     """An engine for asyncio: streams of text deltas, aborts, orderly shutdown, health.
 
     Belongs to the event loop that runs `start`. `abort` may be called from any thread; the rest from that loop.
-    meter: the backend, where it counts its calls and work.
+    meter: the backend, where it counts its calls and work. on_ended: told of every request that has ended, on the loop.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, meter: CallMeter | None = None) -> None:
         self.metrics = EngineMetrics()
+        self.on_ended: Callable[[RequestReport], None] | None = None
         self._tokenizer = tokenizer
         self._thread = EngineThread(engine, self._deliver_soon, meter)
         self._queue_limits = engine.queue_limits
@@ -122,6 +145,11 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """Ends a request with `abort`; nothing happens where it has ended already."""
         self._thread.abort(request_id)
+
+    def report(self, request_id: str) -> RequestReport | None:
+        """What is known of a request that is open."""
+        entry = self._open.get(request_id)
+        return None if entry is None else entry.report()
 
     def check_health(self, stall_s: float) -> None:
         """Raises EngineStoppedError where the engine is down, or has had work for stall_s without completing a step."""
@@ -222,11 +250,12 @@ class AsyncEngine:
         self._num_unstarted += num_requests
         self._num_unstarted_tokens += num_requests * entry.times.num_prompt_tokens * entry.assembler.request.params.n
 
-    def _close(self, request_id: str) -> _OpenRequest:
+    def _close(self, request_id: str, now_s: float) -> None:
         entry = self._open.pop(request_id)
         if not entry.is_started:
             self._count_unstarted(entry, -1)
-        return entry
+        if self.on_ended is not None:
+            self.on_ended(entry.report(now_s))
 
     def _deliver_event(self, entry: _OpenRequest, event: SequenceEvent, now_s: float) -> None:
         if event.timeout is not None and not entry.is_broken:
@@ -244,14 +273,17 @@ class AsyncEngine:
         if event.finish_reason is not None:
             entry.num_in_engine -= 1
             if entry.num_in_engine == 0:
-                self._close(event.request_id)
+                self._close(event.request_id, now_s)
 
     def _deliver_delta(self, entry: _OpenRequest, delta: Delta, now_s: float) -> None:
         self.metrics.on_tokens(entry.times, delta.index, len(delta.token_ids), now_s)
+        if delta.index == 0:
+            entry.num_cached_tokens = max(entry.num_cached_tokens, delta.num_cached_tokens)
         entry.stream.put(delta)
         if delta.is_stopped_by_text:
             self._thread.stop(delta.request_id, delta.index)
         if delta.finish_reason is not None:
+            entry.finish_reasons[delta.index] = delta.finish_reason
             self.metrics.on_finished(entry.times, delta.finish_reason, now_s)
             if entry.assembler.is_finished:
                 entry.stream.finish(delta.request_id)
@@ -263,12 +295,13 @@ class AsyncEngine:
 
     def _fail(self, request_id: str, error: RopewayError, now_s: float) -> None:
         if request_id in self._open:
-            entry = self._close(request_id)
+            entry = self._open[request_id]
             if not entry.is_broken:
                 self._break(entry, error, now_s)
+            self._close(request_id, now_s)
 
     def _break(self, entry: _OpenRequest, error: RopewayError, now_s: float) -> None:
-        entry.is_broken = True
+        entry.error = error
         for _ in range(entry.assembler.num_unfinished):
             self.metrics.on_finished(entry.times, "error", now_s)
         if not entry.assembler.is_finished:

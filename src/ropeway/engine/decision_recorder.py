@@ -65,6 +65,7 @@ class DecisionRecorder:
                 max_tokens=request.max_tokens,
                 num_sequences=num_sequences,
                 tenant=self.name_digest(terms.tenant) if terms.tenant else "",
+                weight=terms.weight,
                 user="" if terms.user is None else self.name_digest(terms.user),
                 priority=terms.priority,
                 is_background=terms.is_background,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from contextlib import asynccontextmanager
@@ -20,8 +19,16 @@ from starlette.routing import Route
 from ropeway._version import __version__
 from ropeway.errors import InvalidRequestError, RopewayError
 from ropeway.llm import AsyncLLM
+from ropeway.server.access import AccessGuard, caller_of
 from ropeway.server.config import ServerConfig
-from ropeway.server.errors import JSON, BodyTooLargeError, UnauthorizedError, error_json, error_response
+from ropeway.server.errors import (
+    JSON,
+    BodyTooLargeError,
+    anthropic_error_json,
+    error_json,
+    error_response,
+    is_anthropic,
+)
 from ropeway.server.exposition import Exposition
 from ropeway.server.formats import ChatFormat, CompletionFormat, Format
 from ropeway.server.health_watch import HealthWatch
@@ -42,7 +49,9 @@ from ropeway.server.protocol import (
     SamplingBody,
     parse_body,
 )
-from ropeway.server.sse import EventStreamResponse, Message, Receive, Send, closed_on_disconnect
+from ropeway.server.request_book import RequestBook
+from ropeway.server.sse import EventStreamResponse, closed_on_disconnect
+from ropeway.server.tenants import KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +59,10 @@ CLIENT_CLOSED_REQUEST = 499
 DRAIN_RATIO = 8
 
 
-def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
+def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
     """The ASGI application. Its lifespan starts the engine and shuts it down."""
+
+    book = RequestBook(llm.engine)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> Any:
@@ -62,7 +73,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
         await llm.shutdown(0.0)
 
     app = Starlette(
-        routes=[*_generation_routes(llm, config), *_model_routes(llm), *_operation_routes(llm, config)],
+        routes=[*_generation_routes(llm, config, book), *_model_routes(llm), *_operation_routes(llm, config)],
         exception_handlers={
             RopewayError: _on_error,
             HTTPException: _on_http_error,
@@ -71,23 +82,22 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
         },
         lifespan=lifespan,
     )
-    if config.api_key is not None:
-        app.add_middleware(ApiKeyGuard, api_key=config.api_key)
+    app.add_middleware(AccessGuard, keys=keys)
     return app
 
 
-def _generation_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
+def _generation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -> list[Route]:
     async def completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(CompletionBody, fields, REFUSED_COMPLETION_FIELDS)
-        return await _answer(
-            request, llm, body, await start_completion(llm, body), CompletionFormat(llm.builder.tokenizer)
-        )
+        generation = await start_completion(llm, body, caller_of(request))
+        return await _answer(request, book, body, generation, CompletionFormat(llm.builder.tokenizer))
 
     async def chat_completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(ChatBody, fields, REFUSED_CHAT_FIELDS)
-        return await _answer(request, llm, body, await start_chat(llm, body), ChatFormat(llm.builder.tokenizer))
+        generation = await start_chat(llm, body, caller_of(request))
+        return await _answer(request, book, body, generation, ChatFormat(llm.builder.tokenizer))
 
     return [
         Route("/v1/completions", completions, methods=["POST"]),
@@ -146,9 +156,9 @@ def _operation_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
 
 
 async def _answer(
-    request: Request, llm: AsyncLLM, body: SamplingBody, generation: Generation, form: Format
+    request: Request, book: RequestBook, body: SamplingBody, generation: Generation, form: Format
 ) -> Response:
-    stream = llm.submit(generation.requests)
+    stream = book.submit(generation.answer_id, generation.requests, caller_of(request))
     if body.stream:
         try:
             await stream.wait_accepted()  # a refusal can still have a status of its own
@@ -188,38 +198,18 @@ async def read_json(request: Request, max_bytes: int) -> object:
         raise InvalidRequestError(f"the body is not valid JSON in UTF-8: {error}") from None
 
 
-class ApiKeyGuard:
-    """ASGI middleware: /v1 needs `Authorization: Bearer KEY`."""
-
-    def __init__(self, app: Any, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_guarded(scope["path"]) and not self._is_allowed(scope):
-            error = UnauthorizedError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
-            await error_response(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _is_allowed(self, scope: Message) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
-
-
-def _is_guarded(path: str) -> bool:
-    return path == "/v1" or path.startswith("/v1/")
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    body = error_json(message, "invalid_request_error", None, code)
+    if is_anthropic(request.url.path):
+        body = anthropic_error_json(error.status_code, message)
+    else:
+        body = error_json(message, "invalid_request_error", None, code)
     return Response(body, status_code=error.status_code, media_type=JSON, headers=error.headers)
 
 

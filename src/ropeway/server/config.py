@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ropeway.server.tenants import KeyTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Options of the server.
 
-    api_key: asked of every /v1 request; None asks for nothing. max_body_bytes: of one request.
+    api_keys: one of them is asked of every request but those for health; empty asks for nothing. api_key_file: where
+    they were read from, to be read again on SIGHUP. admin_api_key: operates the server. max_body_bytes: of one request.
     shutdown_timeout_s: running requests may finish for this long. stall_s: /health is red after this long with work but
     without a step. has_access_log: one line per request.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: Mapping[str, KeyTerms] = field(default_factory=dict, repr=False)
+    api_key_file: Path | None = None
+    admin_api_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 8 << 20
     shutdown_timeout_s: float = 30.0
     stall_s: float = 30.0

@@ -1,4 +1,4 @@
-"""Errors as HTTP: the status and the OpenAI-shaped JSON body of each. Knows no endpoints."""
+"""Errors as HTTP: the status of each, and its JSON body in OpenAI's or Anthropic's shape. Knows no bodies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ropeway.errors import (
     EngineStoppedError,
     InvalidRequestError,
     OverloadedError,
+    RateLimitedError,
     RequestTimeoutError,
     RequestTooLargeError,
     RopewayError,
@@ -29,6 +30,10 @@ class UnauthorizedError(RopewayError):
     """The API key is missing or wrong."""
 
 
+class ForbiddenError(RopewayError):
+    """The API key is not good for this."""
+
+
 # Error class -> (status, type, code); the first that matches decides.
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (BodyTooLargeError, 413, "invalid_request_error", "body_too_large"),
@@ -37,6 +42,8 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (UnauthorizedError, 401, "invalid_request_error", "invalid_api_key"),
+    (ForbiddenError, 403, "invalid_request_error", "insufficient_permissions"),
+    (RateLimitedError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (OverloadedError, 503, "server_error", "overloaded"),
     (RequestTimeoutError, 504, "server_error", "timeout"),
     (EngineStoppedError, 503, "server_error", "engine_stopped"),
@@ -46,24 +53,65 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}}
 
 
+# Status -> the type that Anthropic's clients know; the rest is an api_error.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 def error_body(error: Exception) -> tuple[int, bytes]:
-    """(status, JSON body) of an error; what is not one of ours tells the client nothing of its inside."""
+    """(status, JSON body in OpenAI's shape) of an error."""
+    status, message, error_type, param, code = _told(error)
+    return status, error_json(message, error_type, param, code)
+
+
+def anthropic_error_body(error: Exception) -> tuple[int, bytes]:
+    """(status, JSON body in Anthropic's shape) of an error."""
+    status, message, *_ = _told(error)
+    return status, anthropic_error_json(status, message)
+
+
+def _told(error: Exception) -> tuple[int, str, str, str | None, str | None]:
+    """(status, message, type, param, code); what is not one of ours tells the client nothing of its inside."""
     for kind, status, error_type, code in _KINDS:
         if isinstance(error, kind):
-            return status, error_json(str(error), error_type, getattr(error, "param", None), code)
-    return 500, error_json("internal error; see the server's log", "server_error", None, "internal_error")
+            return status, str(error), error_type, getattr(error, "param", None), code
+    return 500, "internal error; see the server's log", "server_error", None, "internal_error"
 
 
 def error_json(message: str, error_type: str, param: str | None, code: str | None) -> bytes:
     """{"error": {...}} as OpenAI spells it."""
-    # A message may quote the client's text, which may hold what UTF-8 cannot.
-    clean = message.encode("utf-8", "replace").decode()
-    return orjson.dumps({"error": {"message": clean, "type": error_type, "param": param, "code": code}})
+    return orjson.dumps({"error": {"message": _clean(message), "type": error_type, "param": param, "code": code}})
 
 
-def error_response(error: Exception) -> Response:
-    status, body = error_body(error)
+def anthropic_error_json(status: int, message: str) -> bytes:
+    """{"type": "error", "error": {...}} as Anthropic spells it."""
+    error = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": _clean(message)}
+    return orjson.dumps({"type": "error", "error": error})
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether who asks for this path expects errors as Anthropic spells them."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def error_response(error: Exception, path: str) -> Response:
+    """The answer of an error, in the shape that clients of the path expect."""
+    status, body = anthropic_error_body(error) if is_anthropic(path) else error_body(error)
     headers = _HEADERS.get(status)
     if isinstance(error, OverloadedError):
         headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1)))}
     return Response(body, status_code=status, media_type=JSON, headers=headers)
+
+
+def _clean(message: str) -> str:
+    # A message may quote the client's text, which may hold what UTF-8 cannot.
+    return message.encode("utf-8", "replace").decode()

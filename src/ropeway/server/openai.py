@@ -24,6 +24,7 @@ from ropeway.server.choices import AnswerShape, ChoiceNews, RequestChoices, Wish
 from ropeway.server.errors import error_body
 from ropeway.server.formats import Format
 from ropeway.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, SamplingBody
+from ropeway.server.tenants import Caller
 from ropeway.server.tools import ToolUse
 from ropeway.text.reasoning import OPENER
 from ropeway.text.tokenizer import Tokenizer
@@ -100,7 +101,7 @@ class Usage:
         }
 
 
-async def start_completion(llm: AsyncLLM, body: CompletionBody) -> Generation:
+async def start_completion(llm: AsyncLLM, body: CompletionBody, caller: Caller) -> Generation:
     """Requests for a completions body. Raises InvalidRequestError, UnknownModelError, OverloadedError."""
     model = _served_model(llm, body)
     llm.engine.check_queue()
@@ -112,10 +113,11 @@ async def start_completion(llm: AsyncLLM, body: CompletionBody) -> Generation:
     if max_tokens is None:
         longest = max(len(prompt.token_ids) for prompt in encoded)
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, llm.facts.max_model_len - longest))
-    return _generation(llm, body, model, f"cmpl-{uuid.uuid4().hex}", encoded, max_tokens, grammar)
+    answer_id = f"cmpl-{uuid.uuid4().hex}"
+    return _generation(llm, body, caller, model, answer_id, encoded, max_tokens, grammar)
 
 
-async def start_chat(llm: AsyncLLM, body: ChatBody) -> Generation:
+async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller) -> Generation:
     """Requests for a chat body. Raises InvalidRequestError, UnknownModelError, OverloadedError."""
     model = _served_model(llm, body)
     llm.engine.check_queue()
@@ -127,9 +129,8 @@ async def start_chat(llm: AsyncLLM, body: ChatBody) -> Generation:
     encoded = await _off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages, use.tools))
     grammar = await _tools_grammar(llm, use) if use.must_call else await _grammar(llm, body)
     shape = _answer_shape(llm, use, encoded, has_grammar=grammar is not None)
-    return _generation(
-        llm, body, model, f"chatcmpl-{uuid.uuid4().hex}", [encoded], body.num_tokens_asked, grammar, shape
-    )
+    answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+    return _generation(llm, body, caller, model, answer_id, [encoded], body.num_tokens_asked, grammar, shape)
 
 
 async def whole_answer(generation: Generation, stream: OutputStream, form: Format) -> bytes:
@@ -240,6 +241,7 @@ def _computation_error() -> EngineStoppedError:
 def _generation(
     llm: AsyncLLM,
     body: SamplingBody,
+    caller: Caller,
     model: str,
     answer_id: str,
     prompts: Sequence[EncodedPrompt],
@@ -250,7 +252,7 @@ def _generation(
     params = body.sampling_params(max_tokens, llm.builder.default_sampling, grammar)
     if shape.tool_format is not None and llm.builder.tokenizer.special_id(shape.tool_format.opener or "") is not None:
         params = replace(params, skip_special_tokens=False)  # the token that announces a call must be seen
-    terms = body.service_terms()
+    terms = replace(body.service_terms(), tenant=caller.tenant, weight=caller.weight)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
     encoded = [llm.builder.truncate(prompt, body.truncate_prompt_tokens, max_tokens) for prompt in prompts]

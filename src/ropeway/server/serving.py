@@ -13,13 +13,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
+from ropeway.errors import ConfigError
 from ropeway.llm import AsyncLLM
 from ropeway.server.app import create_app
 from ropeway.server.config import ServerConfig
+from ropeway.server.tenants import KeyRing, load_key_file
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +39,10 @@ def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_read
 
     on_ready: called once connections are accepted.
     """
+    keys = KeyRing(config.api_keys, config.admin_api_key)
     server = _Server(
         uvicorn.Config(
-            create_app(llm, config),
+            create_app(llm, config, keys),
             http="httptools",
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             log_config=None,
@@ -49,6 +53,7 @@ def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_read
         ),
         llm,
         config,
+        keys,
         on_ready,
     )
     server.run(sockets=[sock])
@@ -61,11 +66,18 @@ class _Server(uvicorn.Server):
     """uvicorn, with signals of our own: its own would end the process by the signal instead of by exit code 0."""
 
     def __init__(
-        self, uvicorn_config: uvicorn.Config, llm: AsyncLLM, config: ServerConfig, on_ready: Callable[[], None]
+        self,
+        uvicorn_config: uvicorn.Config,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        keys: KeyRing,
+        on_ready: Callable[[], None],
     ) -> None:
         super().__init__(uvicorn_config)
         self._llm = llm
         self._shutdown_timeout_s = config.shutdown_timeout_s
+        self._keys = keys
+        self._api_key_file = config.api_key_file
         self._on_ready = on_ready
 
     @contextlib.contextmanager
@@ -78,6 +90,8 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._api_key_file is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_keys, self._api_key_file)
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
@@ -89,6 +103,16 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets=sockets)
         finally:
             closing.cancel()
+
+    def _reload_keys(self, path: Path) -> None:
+        """Takes the keys of the file as it is now; of one with an error nothing."""
+        try:
+            keys = load_key_file(path)
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            self._keys.replace(keys)
+            logger.info("read %d API keys from %s", len(keys), path)
 
     async def _end_streams(self) -> None:
         engine = self._llm.engine

@@ -144,6 +144,7 @@ def _request(record: AddRecord, number: int) -> Request:
         stop_token_ids=frozenset({_STOP_TOKEN_ID}),
         terms=ServiceTerms(
             tenant=record.tenant,
+            weight=record.weight,
             user=record.user or None,
             priority=record.priority,
             is_background=record.is_background,
