@@ -1,6 +1,6 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
 .PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas \
-	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay wheel clean
+	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay invariance wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -91,6 +91,10 @@ evidence-slo: ## TPOT targets under load: windows held, refusals, throughput (vi
 evidence-replay: ## an hour of mixed traffic, logged and replayed byte for byte (virtual time, under 5 minutes; ARGS=--real for a real point)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/replay_hour.py $(ARGS)
+
+invariance: ## 200 random combinations of the scheduler's options on the default model: the same logits as alone (under 20 minutes; resumes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/invariance.py $(ARGS)
 
 wheel: ## a wheel for any x86-64, in dist/
 	@scripts/setup.sh dev build

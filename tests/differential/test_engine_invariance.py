@@ -3,7 +3,6 @@ the same bits alone and in batches, chunked and whole, preempted and not, on one
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.random_gguf import ODD_MODEL, RandomModel, requantize_gguf, write_random_gguf
+from tests.support.recording_backend import Hashes, RecordingBackend
 
 from ropeway import _native
-from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, SampleBatch, Samples
 from ropeway.backends.native import NativeBackend
 from ropeway.core.admission import OptimisticAdmission
 from ropeway.core.batching import ContinuousBatching
@@ -29,34 +28,7 @@ from ropeway.model.weights import TensorType
 MAX_MODEL_LEN = 640
 AMPLE_BLOCKS = 400
 
-# Per request: its tokens, and the hash of the logits that each was drawn from, by (seed, index, position).
-Tokens = dict[tuple[str, int], list[int]]
-Hashes = dict[tuple[int, int, int], bytes]
-
-
-class RecordingBackend:
-    """A native backend that hashes each row of logits before it is sampled. Requests are told apart by their seeds."""
-
-    def __init__(self, backend: NativeBackend) -> None:
-        self._backend = backend
-        self.hashes: Hashes = {}
-        self.num_blocks_copied = 0
-        self.vocab_size, self.num_kv_blocks = backend.vocab_size, backend.num_kv_blocks
-        self.block_size = backend.block_size
-
-    def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
-        self.num_blocks_copied += len(source_ids)
-        self._backend.copy_blocks(group, source_ids, destination_ids)
-
-    def forward(self, batch: ForwardBatch) -> Float32Array:
-        return self._backend.forward(batch)
-
-    def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
-        for row in range(len(batch.seed)):
-            key = (int(batch.seed[row]), int(batch.index[row]), int(batch.position[row]))
-            digest = hashlib.sha256(np.ascontiguousarray(logits[row])).digest()
-            assert self.hashes.setdefault(key, digest) == digest, f"{key} was drawn from two sets of logits"
-        return self._backend.sample(logits, batch)
+Tokens = dict[tuple[str, int], list[int]]  # by request id and index
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +112,7 @@ def serve(model: Model, requests: Sequence[Request], setting: Setting, isa: str 
     rounds = [_run_all(engine, requests) for _ in range(setting.num_rounds)]
     assert all(tokens == rounds[0] for tokens in rounds)
     scheduler.check_invariants()
+    assert not backend.conflicts, "drawn from two sets of logits"
     return Served(rounds[0], backend.hashes, engine.stats(), backend.num_blocks_copied)
 
 
