@@ -21,6 +21,7 @@ from ropeway.config import EngineConfig, format_bytes, parse_bytes
 from ropeway.errors import ConfigError
 from ropeway.server.config import ServerConfig
 from ropeway.server.listening import address, bind
+from ropeway.server.log_context import RequestIdFilter
 from ropeway.server.tenants import check_key, load_key_file, terms_of_flags
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def add_parser(subparsers: Any) -> None:
         "do not; default: they are open where no keys are in use, else shut")  # fmt: skip
     add("--max-body-size", default="8M", metavar="SIZE", help="largest request body, such as 8M; default: 8M; a "
         "larger one is answered 413")  # fmt: skip
+    add("--ping-interval", type=float, default=5.0, metavar="SECONDS", help="streams that wait for their first token "
+        "get a comment so often, so that nothing on the way hangs up; seconds; default: 5")  # fmt: skip
     add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="how long running requests may go on "
         "after SIGTERM or SIGINT, seconds; default: 30; then they are aborted; a second signal ends all")  # fmt: skip
     add("--health-timeout", type=float, default=30.0, metavar="SECONDS", help="/health turns red when there is work "
@@ -62,8 +65,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Loads the model and serves it until a signal; 0 after an orderly end, 1 after a second signal."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.INFO if args.access_log else logging.WARNING)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(RequestIdFilter())
+    form = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format=form)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if not 0.01 <= args.ping_interval < float("inf"):
+        raise ConfigError(f"--ping-interval must be at least 0.01 seconds, not {args.ping_interval}")
     for flag, value in (("--shutdown-timeout", args.shutdown_timeout), ("--health-timeout", args.health_timeout)):
         if not 0 <= value < float("inf"):
             raise ConfigError(f"{flag} must be a number of seconds, 0 or more, not {value}")
@@ -79,6 +87,7 @@ def run_serve(args: argparse.Namespace) -> int:
         api_key_file=args.api_key_file,
         admin_api_key=args.admin_api_key,
         max_body_bytes=max_body_bytes,
+        ping_s=args.ping_interval,
         shutdown_timeout_s=args.shutdown_timeout,
         stall_s=args.health_timeout,
         has_access_log=args.access_log,

@@ -17,8 +17,8 @@ from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult, TokenLogprobs
 from ropeway.core.plan_builder import Granted, PlanBuilder
 from ropeway.core.roster import Roster
-from ropeway.core.sequence import Sequence, WaitingReason
-from ropeway.core.stats import EngineStats
+from ropeway.core.sequence import Sequence, SequenceState, WaitingReason
+from ropeway.core.stats import EngineStats, SequenceProgress
 from ropeway.core.waiting_line import WaitingLine
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -205,6 +205,20 @@ class Scheduler:
     def take_started_ids(self) -> list[str]:
         """The requests that boarded for the first time in the plan made last, once."""
         return self._roster.take_started_ids()
+
+    def progress(self, request_id: str) -> tuple[SequenceProgress, ...]:
+        """Where each sequence of a request is; empty for an id not in use."""
+        waits = (SequenceState.WAITING, SequenceState.PREEMPTED)
+        return tuple(
+            [
+                SequenceProgress(
+                    index=s.index,
+                    state=s.state.value,
+                    waiting_reason=s.waiting_reason.value if s.state in waits else None,
+                )
+                for s in self._roster.sequences_of(request_id)
+            ]
+        )
 
     def stats(self) -> EngineStats:
         """Gauges of now, and counters since the start."""

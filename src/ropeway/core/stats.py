@@ -35,6 +35,15 @@ class PacingStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceProgress:
+    """Where one sequence of an unfinished request is: waiting, running, preempted or finished; and why it waits."""
+
+    index: int
+    state: str
+    waiting_reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Gauges of now, and counters since the start.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ropeway.core.params import FinishReason, Request, Timeout
 from ropeway.core.plan import SequenceEvent
-from ropeway.core.stats import EngineStats
+from ropeway.core.stats import EngineStats, SequenceProgress
 from ropeway.engine.engine import Engine
 from ropeway.engine.engine_thread import EngineThread, StepNews
 from ropeway.engine.metrics import EngineMetrics, RequestTimes
@@ -86,6 +86,8 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
         self._is_closing = False
+        self._is_paused = False
+        self._asked: dict[str, asyncio.Future[Sequence[SequenceProgress]]] = {}
         self._busy_since_s = 0.0
         self._idle = asyncio.Event()
 
@@ -146,6 +148,30 @@ class AsyncEngine:
         """Ends a request with `abort`; nothing happens where it has ended already."""
         self._thread.abort(request_id)
 
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def pause(self) -> None:
+        """Plans nothing from the next step on: requests keep their memory and queue up, until `resume`."""
+        self._is_paused = True
+        self._thread.pause(True)
+
+    def resume(self) -> None:
+        """Goes on where `pause` has stopped."""
+        self._is_paused = False
+        self._thread.pause(False)
+
+    async def progress(self, request_id: str) -> Sequence[SequenceProgress]:
+        """Where the sequences of an open request are, within a step; empty for others."""
+        if request_id not in self._open or not self._thread.is_alive:
+            return ()
+        asked = self._asked.get(request_id)
+        if asked is None:
+            asked = self._asked[request_id] = asyncio.get_running_loop().create_future()
+            self._thread.describe(request_id)
+        return await asyncio.shield(asked)  # others may wait for the same
+
     def report(self, request_id: str) -> RequestReport | None:
         """What is known of a request that is open."""
         entry = self._open.get(request_id)
@@ -166,6 +192,14 @@ class AsyncEngine:
                     f"no step has completed for {waited_s:.1f} s with {len(self._open)} requests open (limit "
                     f"{stall_s:g} s)"
                 )
+
+    def check_ready(self, stall_s: float) -> None:
+        """Raises EngineStoppedError where a request sent now would not be served: as check_health, or paused."""
+        self.check_health(stall_s)
+        if self._is_closing:
+            raise EngineStoppedError("the engine is shutting down")
+        if self._is_paused:
+            raise EngineStoppedError("the engine is paused; POST /resume lets it go on")
 
     async def shutdown(self, timeout_s: float) -> bool:
         """Refuses new requests, lets the open ones finish for timeout_s, aborts the rest, ends the thread.
@@ -223,6 +257,8 @@ class AsyncEngine:
             if request_id in self._open:
                 self._start(self._open[request_id], news.now_s)
         self._deliver_events(news)
+        for request_id, progress in news.progress:
+            self._answer(request_id, progress)
         for request_id, error in news.rejected:
             self._fail(request_id, error, news.now_s)
         if news.failure is not None:
@@ -254,8 +290,14 @@ class AsyncEngine:
         entry = self._open.pop(request_id)
         if not entry.is_started:
             self._count_unstarted(entry, -1)
+        self._answer(request_id, ())  # nobody else will, where the engine is gone
         if self.on_ended is not None:
             self.on_ended(entry.report(now_s))
+
+    def _answer(self, request_id: str, progress: Sequence[SequenceProgress]) -> None:
+        asked = self._asked.pop(request_id, None)
+        if asked is not None and not asked.done():
+            asked.set_result(progress)
 
     def _deliver_event(self, entry: _OpenRequest, event: SequenceEvent, now_s: float) -> None:
         if event.timeout is not None and not entry.is_broken:

@@ -14,7 +14,7 @@ from ropeway.core.limits import QueueLimits
 from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler
-from ropeway.core.stats import EngineStats
+from ropeway.core.stats import EngineStats, SequenceProgress
 from ropeway.engine.decision_recorder import DecisionRecorder
 
 __all__ = ["Engine", "EngineStats", "StepRunner"]
@@ -131,6 +131,18 @@ class Engine:
         if self._recorder is not None:
             self._recorder.on_failed(events, now_s)
         return events
+
+    def expire(self) -> list[SequenceEvent]:
+        """End the requests that are out of time, without a step; their terminal events. To a log they are aborted."""
+        events = self._scheduler.expire(self._clock())
+        if self._recorder is not None:
+            for request_id in dict.fromkeys([event.request_id for event in events]):
+                self._recorder.on_aborted(request_id, [e for e in events if e.request_id == request_id])
+        return events
+
+    def progress(self, request_id: str) -> tuple[SequenceProgress, ...]:
+        """Where each sequence of a request is; empty for an id not in use."""
+        return self._scheduler.progress(request_id)
 
     def check_invariants(self) -> None:
         """Check that every sequence is in its one place and every block accounted for; 3 ms for 8,000 blocks.

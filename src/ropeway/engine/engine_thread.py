@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent
+from ropeway.core.stats import SequenceProgress
 from ropeway.engine.engine import Engine
 from ropeway.engine.target_log import TargetLog
 from ropeway.engine.utilization import CallMeter, Utilization
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # The engine's bookkeeping is checked when it falls idle, at most this often: whoever comes just then waits for it.
 IDLE_CHECK_INTERVAL_S = 10.0
+# While paused, requests that run out of time are ended so often.
+PAUSED_CHECK_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +47,28 @@ class _Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class _Pause:
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Describe:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Close:
     pass
 
 
-_Message = _Submit | _Abort | _Stop | _Close
+_Message = _Submit | _Abort | _Stop | _Pause | _Describe | _Close
 
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
     """Everything one turn of the engine thread brought. now_s: time.monotonic() at its end.
 
+    progress: of the requests that were asked about.
     accepted_ids: requests the engine took; started_ids: that computed for the first time; rejected: that it would not
     take, with the reason.
     failure: the engine is broken; nothing follows.
@@ -65,6 +79,7 @@ class StepNews:
     accepted_ids: Sequence[str] = ()
     started_ids: Sequence[str] = ()
     rejected: Sequence[tuple[str, RopewayError]] = ()
+    progress: Sequence[tuple[str, Sequence[SequenceProgress]]] = ()
     failure: BaseException | None = None
 
 
@@ -85,6 +100,7 @@ class EngineThread:
         self.stats = engine.stats()
         self.has_failed_last = False
         self._next_check_s = 0.0
+        self._is_paused = False
         self._target_log = TargetLog()
         self.last_step_s = time.monotonic()
         self.utilization = None if meter is None else Utilization(meter, self.last_step_s)
@@ -107,6 +123,14 @@ class EngineThread:
         """The text side found a stop string in this sequence."""
         self._inbox.put(_Stop(request_id, index))
 
+    def pause(self, is_paused: bool) -> None:
+        """Plans nothing from the next step on, or goes on. Requests are taken, aborted and timed out meanwhile."""
+        self._inbox.put(_Pause(is_paused))
+
+    def describe(self, request_id: str) -> None:
+        """Asks for the progress of a request, which comes with the next news."""
+        self._inbox.put(_Describe(request_id))
+
     def close(self) -> None:
         """Ends the thread once it has obeyed what was sent before. Requests still open then get no further event."""
         self._inbox.put(_Close())
@@ -127,18 +151,19 @@ class EngineThread:
     def _turn(self) -> bool:
         """Obeys the inbox, runs one step, reports. False when told to close."""
         engine = self._engine
-        events: list[SequenceEvent] = []
-        accepted_ids: list[str] = []
-        rejected: list[tuple[str, RopewayError]] = []
-        start_s = time.monotonic() if engine.has_work else None  # else the inbox is where the thread sleeps
-        is_open = self._obey_inbox(events, accepted_ids, rejected)
+        orders = _Orders()
+        start_s = time.monotonic() if self._may_step else None  # else the inbox is where the thread sleeps
+        is_open = self._obey_inbox(orders)
         if start_s is None:
             start_s = time.monotonic()
+        events = orders.events
         started: Sequence[str] = ()
-        has_stepped = is_open and engine.has_work
+        has_stepped = is_open and self._may_step
         if has_stepped:
             events += engine.step()
             started = engine.take_started_ids()
+        elif self._is_paused:
+            events += engine.expire()
         now_s = time.monotonic()
         stats = engine.stats()
         if stats.num_steps != self.stats.num_steps:
@@ -147,8 +172,8 @@ class EngineThread:
         if stats.pacing is not None:
             self._target_log.observe(stats.pacing)
         self.last_step_s = now_s
-        if events or accepted_ids or rejected or started:
-            self._deliver(StepNews(now_s, events, accepted_ids, started, rejected))
+        if events or started or orders.has_news:
+            self._deliver(StepNews(now_s, events, orders.accepted_ids, started, orders.rejected, orders.progress))
         if has_stepped and not engine.has_work and now_s >= self._next_check_s and self._inbox.empty():
             engine.check_invariants()
             self._next_check_s = now_s + IDLE_CHECK_INTERVAL_S
@@ -157,28 +182,52 @@ class EngineThread:
             self.utilization.on_turn(end_s - start_s, stats.num_running, end_s)
         return is_open
 
-    def _obey_inbox(
-        self, events: list[SequenceEvent], accepted_ids: list[str], rejected: list[tuple[str, RopewayError]]
-    ) -> bool:
-        engine, inbox = self._engine, self._inbox
-        is_blocking = not engine.has_work
+    @property
+    def _may_step(self) -> bool:
+        return self._engine.has_work and not self._is_paused
+
+    def _obey_inbox(self, orders: _Orders) -> bool:
+        is_blocking = not self._may_step
+        timeout_s = PAUSED_CHECK_INTERVAL_S if self._engine.has_work else None
         while True:
             try:
-                message = inbox.get(block=is_blocking)
+                message = self._inbox.get(block=is_blocking, timeout=timeout_s)
             except queue.Empty:
                 return True
             is_blocking = False
-            match message:
-                case _Submit(request):
-                    try:
-                        engine.submit(request)
-                    except RopewayError as error:
-                        rejected.append((request.request_id, error))
-                    else:
-                        accepted_ids.append(request.request_id)
-                case _Abort(request_id):
-                    events += engine.abort(request_id)
-                case _Stop(request_id, index):
-                    events += engine.stop(request_id, index)
-                case _Close():
-                    return False
+            if isinstance(message, _Close):
+                return False
+            self._obey(message, orders)
+
+    def _obey(self, message: _Submit | _Abort | _Stop | _Pause | _Describe, orders: _Orders) -> None:
+        engine = self._engine
+        match message:
+            case _Submit(request):
+                try:
+                    engine.submit(request)
+                except RopewayError as error:
+                    orders.rejected.append((request.request_id, error))
+                else:
+                    orders.accepted_ids.append(request.request_id)
+            case _Abort(request_id):
+                orders.events += engine.abort(request_id)
+            case _Stop(request_id, index):
+                orders.events += engine.stop(request_id, index)
+            case _Pause(is_paused):
+                self._is_paused = is_paused
+            case _Describe(request_id):
+                orders.progress.append((request_id, engine.progress(request_id)))
+
+
+class _Orders:
+    """What obeying the inbox brought in one turn."""
+
+    def __init__(self) -> None:
+        self.events: list[SequenceEvent] = []
+        self.accepted_ids: list[str] = []
+        self.rejected: list[tuple[str, RopewayError]] = []
+        self.progress: list[tuple[str, Sequence[SequenceProgress]]] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.accepted_ids or self.rejected or self.progress)

@@ -1,4 +1,4 @@
-"""The routes, and what stands before them: API key, body limit, errors in OpenAI's shape. Knows no sockets."""
+"""The application: its routes, what stands before them, and how errors are answered. Knows no sockets."""
 
 from __future__ import annotations
 
@@ -8,28 +8,17 @@ import time
 from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ropeway._version import __version__
-from ropeway.errors import InvalidRequestError, RopewayError
+from ropeway.errors import RopewayError
 from ropeway.llm import AsyncLLM
 from ropeway.server.access import AccessGuard, caller_of
 from ropeway.server.config import ServerConfig
-from ropeway.server.errors import (
-    JSON,
-    BodyTooLargeError,
-    anthropic_error_json,
-    error_json,
-    error_response,
-    is_anthropic,
-)
-from ropeway.server.exposition import Exposition
+from ropeway.server.errors import JSON, anthropic_error_json, error_json, error_response, is_anthropic, json_response
 from ropeway.server.formats import ChatFormat, CompletionFormat, Format
 from ropeway.server.health_watch import HealthWatch
 from ropeway.server.openai import (
@@ -40,7 +29,7 @@ from ropeway.server.openai import (
     start_completion,
     whole_answer,
 )
-from ropeway.server.openapi import openapi_document
+from ropeway.server.operations import health_routes, operation_routes
 from ropeway.server.protocol import (
     REFUSED_CHAT_FIELDS,
     REFUSED_COMPLETION_FIELDS,
@@ -49,14 +38,16 @@ from ropeway.server.protocol import (
     SamplingBody,
     parse_body,
 )
+from ropeway.server.reading import read_json
 from ropeway.server.request_book import RequestBook
+from ropeway.server.request_ids import ANSWER_ID, RequestIds, request_id_of
 from ropeway.server.sse import EventStreamResponse, closed_on_disconnect
 from ropeway.server.tenants import KeyRing
+from ropeway.server.token_routes import token_routes
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-DRAIN_RATIO = 8
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
@@ -73,7 +64,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
         await llm.shutdown(0.0)
 
     app = Starlette(
-        routes=[*_generation_routes(llm, config, book), *_model_routes(llm), *_operation_routes(llm, config)],
+        routes=[
+            *_generation_routes(llm, config, book),
+            *_model_routes(llm),
+            *token_routes(llm, config),
+            *health_routes(llm, config),
+            *operation_routes(llm, config, book),
+        ],
         exception_handlers={
             RopewayError: _on_error,
             HTTPException: _on_http_error,
@@ -83,6 +80,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
         lifespan=lifespan,
     )
     app.add_middleware(AccessGuard, keys=keys)
+    app.add_middleware(RequestIds, has_access_log=config.has_access_log)  # added last, so around the guard
     return app
 
 
@@ -91,13 +89,13 @@ def _generation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(CompletionBody, fields, REFUSED_COMPLETION_FIELDS)
         generation = await start_completion(llm, body, caller_of(request))
-        return await _answer(request, book, body, generation, CompletionFormat(llm.builder.tokenizer))
+        return await _answer(request, book, config.ping_s, body, generation, CompletionFormat(llm.builder.tokenizer))
 
     async def chat_completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(ChatBody, fields, REFUSED_CHAT_FIELDS)
         generation = await start_chat(llm, body, caller_of(request))
-        return await _answer(request, book, body, generation, ChatFormat(llm.builder.tokenizer))
+        return await _answer(request, book, config.ping_s, body, generation, ChatFormat(llm.builder.tokenizer))
 
     return [
         Route("/v1/completions", completions, methods=["POST"]),
@@ -120,82 +118,33 @@ def _model_routes(llm: AsyncLLM) -> list[Route]:
         }
 
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [card(name) for name in llm.facts.served_model_names]})
+        return json_response({"object": "list", "data": [card(name) for name in llm.facts.served_model_names]})
 
     async def model(request: Request) -> Response:
         model_id = request.path_params["model_id"]
         check_served(model_id, llm.facts.served_model_names)
-        return _json(card(model_id))
+        return json_response(card(model_id))
 
     return [Route("/v1/models", models), Route("/v1/models/{model_id:path}", model)]
 
 
-def _operation_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
-    exposition = Exposition(llm)
-
-    async def health(request: Request) -> Response:
-        llm.engine.check_health(config.stall_s)
-        return _json({"status": "ok"})
-
-    async def version(request: Request) -> Response:
-        return _json({"version": __version__})
-
-    async def metrics(request: Request) -> Response:
-        return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
-
-    async def schema(request: Request) -> Response:
-        return _json(openapi_document())
-
-    return [
-        Route("/health", health),
-        Route("/ping", health),
-        Route("/version", version),
-        Route("/metrics", metrics),
-        Route("/openapi.json", schema),
-    ]
-
-
 async def _answer(
-    request: Request, book: RequestBook, body: SamplingBody, generation: Generation, form: Format
+    request: Request, book: RequestBook, ping_s: float, body: SamplingBody, generation: Generation, form: Format
 ) -> Response:
-    stream = book.submit(generation.answer_id, generation.requests, caller_of(request))
+    stream = book.submit(generation.answer_id, generation.requests, caller_of(request), request_id_of(request))
+    request.scope[ANSWER_ID] = generation.answer_id
     if body.stream:
         try:
             await stream.wait_accepted()  # a refusal can still have a status of its own
         except RopewayError:
             stream.close()
             raise
-        return EventStreamResponse(stream, event_writer(generation, form))
+        return EventStreamResponse(stream, event_writer(generation, form), ping_s=ping_s)
     async with closed_on_disconnect(request.receive, stream):
         answer = await whole_answer(generation, stream, form)
         # A client that has left reads nothing; the status is for the log.
         status = 200 if stream.is_finished else CLIENT_CLOSED_REQUEST
         return Response(answer, status_code=status, media_type=JSON)
-
-
-async def read_json(request: Request, max_bytes: int) -> object:
-    """The decoded body. Raises BodyTooLargeError where it is longer than max_bytes, InvalidRequestError if not JSON.
-
-    Nothing beyond max_bytes is kept. What is only somewhat too large is read to its end all the same: a client that
-    is cut off while it sends sees a broken connection instead of the answer.
-    """
-    too_large = BodyTooLargeError(f"the body is larger than the {max_bytes} bytes that this server reads")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > DRAIN_RATIO * max_bytes:
-        raise too_large
-    body, num_bytes = bytearray(), 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes <= max_bytes:
-            body += chunk
-        elif num_bytes > DRAIN_RATIO * max_bytes:
-            break
-    if num_bytes > max_bytes:
-        raise too_large
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"the body is not valid JSON in UTF-8: {error}") from None
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -215,7 +164,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-def _json(value: object) -> Response:
-    return Response(orjson.dumps(value), media_type=JSON)

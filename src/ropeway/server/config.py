@@ -15,7 +15,8 @@ class ServerConfig:
 
     api_keys: one of them is asked of every request but those for health; empty asks for nothing. api_key_file: where
     they were read from, to be read again on SIGHUP. admin_api_key: operates the server. max_body_bytes: of one request.
-    shutdown_timeout_s: running requests may finish for this long. stall_s: /health is red after this long with work but
+    ping_s: a stream without a token yet gets a comment so often. shutdown_timeout_s: running requests may finish for
+    this long. stall_s: /health is red after this long with work but
     without a step. has_access_log: one line per request.
     """
 
@@ -25,6 +26,7 @@ class ServerConfig:
     api_key_file: Path | None = None
     admin_api_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 8 << 20
+    ping_s: float = 5.0
     shutdown_timeout_s: float = 30.0
     stall_s: float = 30.0
     has_access_log: bool = False

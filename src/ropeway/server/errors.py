@@ -22,6 +22,10 @@ from ropeway.errors import (
 JSON = "application/json"
 
 
+class UnknownRequestError(RopewayError):
+    """No such request, as far as this caller is told."""
+
+
 class BodyTooLargeError(InvalidRequestError):
     """The body exceeds what the server reads."""
 
@@ -42,6 +46,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (InvalidRequestError, 400, "invalid_request_error", "invalid_value"),
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (UnauthorizedError, 401, "invalid_request_error", "invalid_api_key"),
+    (UnknownRequestError, 404, "invalid_request_error", "not_found"),
     (ForbiddenError, 403, "invalid_request_error", "insufficient_permissions"),
     (RateLimitedError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (OverloadedError, 503, "server_error", "overloaded"),
@@ -110,6 +115,10 @@ def error_response(error: Exception, path: str) -> Response:
     if isinstance(error, OverloadedError):
         headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1)))}
     return Response(body, status_code=status, media_type=JSON, headers=headers)
+
+
+def json_response(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type=JSON)
 
 
 def _clean(message: str) -> str:

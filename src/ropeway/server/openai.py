@@ -107,7 +107,7 @@ async def start_completion(llm: AsyncLLM, body: CompletionBody, caller: Caller) 
     llm.engine.check_queue()
     prompts = body.prompts()
     _check_num_choices(len(prompts), body)
-    encoded = await _off_loop_if_long(_num_characters(prompts), lambda: [llm.builder.encode(each) for each in prompts])
+    encoded = await off_loop_if_long(_num_characters(prompts), lambda: [llm.builder.encode(each) for each in prompts])
     grammar = await _grammar(llm, body)
     max_tokens = body.max_tokens
     if max_tokens is None:
@@ -126,7 +126,7 @@ async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller) -> Generatio
     num_characters = sum(len(str(message["content"])) for message in messages)
     use = body.tool_use()
     num_characters += len(str(body.tools or ""))
-    encoded = await _off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages, use.tools))
+    encoded = await off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages, use.tools))
     grammar = await _tools_grammar(llm, use) if use.must_call else await _grammar(llm, body)
     shape = _answer_shape(llm, use, encoded, has_grammar=grammar is not None)
     answer_id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -166,6 +166,8 @@ class ChunkWriter:
             for key, number in generation.choice_numbers().items()
         }
         self._usage = Usage(generation.num_prompt_tokens)
+
+    ping = b": ping\n\n"
 
     def first(self) -> bytes:
         """What precedes every text: the role of each chat choice."""
@@ -345,5 +347,6 @@ def _num_characters(prompts: Sequence[Any]) -> int:
     return sum(len(prompt) for prompt in prompts)
 
 
-async def _off_loop_if_long(num_characters: int, work: Callable[[], T]) -> T:
+async def off_loop_if_long(num_characters: int, work: Callable[[], T]) -> T:
+    """The work's result; on a thread where so many characters would hold up the streams."""
     return work() if num_characters <= INLINE_PROMPT_CHARACTERS else await asyncio.to_thread(work)

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from ropeway._version import __version__
-from ropeway.server.protocol import ChatBody, CompletionBody, SamplingBody
+from pydantic import BaseModel
 
-_POSTS: dict[str, tuple[str, type[SamplingBody]]] = {
+from ropeway._version import __version__
+from ropeway.server.bodies import AbortBody, DetokenizeBody, TokenizeBody
+from ropeway.server.protocol import ChatBody, CompletionBody
+
+_POSTS: dict[str, tuple[str, type[BaseModel] | None]] = {
     "/v1/completions": ("Completes a prompt, or several", CompletionBody),
     "/v1/chat/completions": ("Answers a conversation", ChatBody),
+    "/tokenize": ("The tokens of a prompt, or of a conversation", TokenizeBody),
+    "/detokenize": ("The text of tokens", DetokenizeBody),
+    "/abort_requests": ("Ends requests, whoever's they are", AbortBody),
+    "/pause": ("Plans nothing more: requests keep their memory and queue up", None),
+    "/resume": ("Goes on", None),
 }
 _GETS = {
     "/v1/models": "The names that requests may give",
     "/v1/models/{model_id}": "One of them",
+    "/v1/requests/{request_id}": "What has become of a request: by the id of its answer, or its x-request-id",
     "/health": "Whether the engine makes progress",
     "/ping": "The same as /health",
+    "/ready": "Whether a request sent now would be served",
     "/version": "The version of the server",
     "/metrics": "Counters and gauges in Prometheus' text format",
+    "/openapi.json": "This document",
+    "/docs": "This document as a page",
 }
 
 
 def openapi_document() -> dict[str, object]:
     """OpenAPI 3.1, as JSON-ready values."""
     schemas: dict[str, object] = {}
-    paths = {path: {"post": _post(summary, body, schemas)} for path, (summary, body) in _POSTS.items()}
+    paths = {path: {"post": _post(path, summary, body, schemas)} for path, (summary, body) in _POSTS.items()}
     paths |= {path: {"get": _operation(path, summary)} for path, summary in _GETS.items()}
     return {
         "openapi": "3.1.0",
@@ -34,18 +47,22 @@ def openapi_document() -> dict[str, object]:
     }
 
 
-def _post(summary: str, body: type[SamplingBody], schemas: dict[str, object]) -> dict[str, object]:
+def _post(path: str, summary: str, body: type[BaseModel] | None, schemas: dict[str, object]) -> dict[str, object]:
+    if body is None:
+        return _operation(path, summary)
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schema.pop("$defs", {}))
     schemas[body.__name__] = schema
     reference = {"$ref": f"#/components/schemas/{body.__name__}"}
     request_body = {"required": True, "content": {"application/json": {"schema": reference}}}
-    return {**_operation("", summary), "requestBody": request_body}
+    return {**_operation(path, summary), "requestBody": request_body}
 
 
 def _operation(path: str, summary: str) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "Success"}}}
-    if "{model_id}" in path:
-        schema = {"type": "string"}
-        operation["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": schema}]
+    names = re.findall(r"{(\w+)}", path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return operation

@@ -6,7 +6,7 @@ field is unknown and refused too, as a misspelt one would be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -281,10 +281,15 @@ class ChatBody(SamplingBody):
 
     def conversation(self) -> list[dict[str, object]]:
         """The messages for the chat template: role, content as one text, name. Raises InvalidRequestError."""
-        return [_plain_message(index, message) for index, message in enumerate(self.messages)]
+        return conversation_of(self.messages)
 
 
-Body = TypeVar("Body", bound=SamplingBody)
+def conversation_of(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
+    """The messages for the chat template: role, content as one text, name. Raises InvalidRequestError."""
+    return [_plain_message(index, message) for index, message in enumerate(messages)]
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], fields: object, refused: Mapping[str, tuple[object, ...]]) -> Body:

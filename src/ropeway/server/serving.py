@@ -46,7 +46,7 @@ def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_read
             http="httptools",
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             log_config=None,
-            access_log=config.has_access_log,
+            access_log=False,  # RequestIds writes one that names requests
             backlog=BACKLOG,
             server_header=False,
             timeout_graceful_shutdown=None,

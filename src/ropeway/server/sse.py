@@ -49,6 +49,11 @@ async def closed_on_disconnect(receive: Receive, stream: OutputStream) -> AsyncI
 class EventWriter(Protocol):
     """Turns deltas into the bytes of whole events."""
 
+    @property
+    def ping(self) -> bytes:
+        """What says nothing, to a client whose answer has not begun."""
+        ...
+
     def first(self) -> bytes:
         """What precedes every delta; may be empty."""
         ...
@@ -67,18 +72,32 @@ class EventWriter(Protocol):
 
 
 class EventStreamResponse(Response):
-    """Sends events as the stream's news come; the client's leaving closes `stream`."""
+    """Sends events as the stream's news come; the client's leaving closes `stream`.
 
-    def __init__(self, stream: OutputStream, writer: EventWriter) -> None:
+    ping_s: until the first news it sends a ping so often, in seconds.
+    """
+
+    def __init__(self, stream: OutputStream, writer: EventWriter, *, ping_s: float) -> None:
         self.status_code = 200
         self.background = None
         self._stream = stream
         self._writer = writer
+        self._ping_s = ping_s
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         stream, writer = self._stream, self._writer
+        pinging: asyncio.Task[None] | None = None
+
+        async def ping() -> None:
+            while True:
+                await asyncio.sleep(self._ping_s)
+                await send(_body(writer.ping))
 
         def write(deltas: list[Delta]) -> Awaitable[None] | None:
+            nonlocal pinging
+            if pinging is not None:
+                pinging.cancel()
+                pinging = None
             chunk = writer.chunks(deltas)
             return begin(send(_body(chunk))) if chunk else None
 
@@ -88,11 +107,15 @@ class EventStreamResponse(Response):
                 first = writer.first()
                 if first:
                     await send(_body(first))
+                pinging = asyncio.create_task(ping())
                 await stream.pass_on(write)
                 if stream.is_finished:  # otherwise it was closed: the client has left
                     await send(_body(writer.last()))
             except RopewayError as error:
                 await send(_body(writer.failure(error)))
+            finally:
+                if pinging is not None:
+                    pinging.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

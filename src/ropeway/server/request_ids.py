@@ -1,0 +1,64 @@
+"""A name for every HTTP request: taken from `x-request-id` or drawn, sent back, and put into the log. Knows no routes.
+
+With access_log, also a line per request when it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+
+from ropeway.server.log_context import current_request_id
+from ropeway.server.sse import Message, Receive, Send
+
+access_logger = logging.getLogger("ropeway.access")
+
+REQUEST_ID = "ropeway.request_id"
+ANSWER_ID = "ropeway.answer_id"
+_WELL_FORMED = re.compile(rb"[!-~]{1,128}")
+
+
+def request_id_of(request: Request) -> str:
+    """The name of a request that came through `RequestIds`."""
+    return str(request.scope[REQUEST_ID])
+
+
+class RequestIds:
+    """ASGI middleware. An `x-request-id` that is no 1 to 128 visible ASCII characters is replaced by one drawn."""
+
+    def __init__(self, app: Any, *, has_access_log: bool) -> None:
+        self._app = app
+        self._has_access_log = has_access_log
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        is_usable = len(given) == 1 and _WELL_FORMED.fullmatch(given[0])
+        request_id = given[0].decode() if is_usable else uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
+        status, start_s = 0, time.monotonic()
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        token = current_request_id.set(request_id)
+        try:
+            await self._app(scope, receive, send_named)
+        finally:
+            if self._has_access_log:
+                answer_id, lasted_ms = scope.get(ANSWER_ID, "-"), 1000 * (time.monotonic() - start_s)
+                path = scope["path"].encode("unicode_escape").decode()  # a line stays a line
+                access_logger.info("%s %s %d %.1f ms %s", scope["method"], path, status, lasted_ms, answer_id)
+            current_request_id.reset(token)
