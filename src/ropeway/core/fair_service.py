@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
@@ -42,6 +43,7 @@ class VirtualTokenCounters:
     def __init__(self) -> None:
         self._tenants: Ledger[Tenant] = Ledger(Tenant, None)
         self._seats: dict[int, Seat] = {}  # of unfinished sequences
+        self._num_decoding: dict[User, int] = {}  # sequences, of users with any
         self._num_waiting = 0
         self._num_boardings = 0
 
@@ -53,6 +55,7 @@ class VirtualTokenCounters:
         if seat is None:
             seat = self._seat(sequence)
         else:
+            self._leave_decoding(seat)
             self._give_back(seat, sequence)
         tenant, user = seat.tenant, seat.user
         if not tenant.num_waiting:
@@ -104,16 +107,19 @@ class VirtualTokenCounters:
         self._num_boardings += 1
         seat.tenant.turn = self._num_boardings
 
-    def on_planned(self, decoding: list[Sequence]) -> None:
-        seats = self._seats
-        for sequence in decoding:
-            seat = seats[sequence.sequence_id]
-            tenant = seat.tenant
-            tenant.counter += DECODE_COST * tenant.cost_factor
-            seat.user.counter += DECODE_COST
+    def on_decoding(self, sequence: Sequence) -> None:
+        seat = self._seats[sequence.sequence_id]
+        seat.is_decoding = True
+        self._num_decoding[seat.user] = self._num_decoding.get(seat.user, 0) + 1
+
+    def on_planned(self) -> None:
+        for user, num_tokens in self._num_decoding.items():
+            user.counter += DECODE_COST * num_tokens
+            user.tenant.counter += DECODE_COST * num_tokens * user.tenant.cost_factor
 
     def on_finished(self, sequence: Sequence) -> None:
         seat = self._seats.pop(sequence.sequence_id)
+        self._leave_decoding(seat)
         self._give_back(seat, sequence)
         seat.tenant.users.close(seat.user)
         self._tenants.close(seat.tenant)
@@ -140,6 +146,9 @@ class VirtualTokenCounters:
                 num_waiting += len(user.line)
             assert num_waiting == tenant.num_waiting, "a tenant's waiting are miscounted"
             assert bool(num_waiting) == (tenant.ticket is not None), "a tenant waits out of line"
+        assert sum(self._num_decoding.values()) == sum(s.is_decoding for s in self._seats.values()), (
+            "decoding miscounted"
+        )
         assert not by_user, "somebody waits whose tenant or user is unknown"
 
     def _seat(self, sequence: Sequence) -> Seat:
@@ -149,6 +158,13 @@ class VirtualTokenCounters:
         seat = Seat(tenant, tenant.users.open(terms.user), is_newcomer=tenant.num_unfinished == 1)
         self._seats[sequence.sequence_id] = seat
         return seat
+
+    def _leave_decoding(self, seat: Seat) -> None:
+        if seat.is_decoding:
+            seat.is_decoding = False
+            self._num_decoding[seat.user] -= 1
+            if not self._num_decoding[seat.user]:
+                del self._num_decoding[seat.user]
 
     def _left_line(self, seat: Seat) -> None:
         seat.tenant.num_waiting -= 1
@@ -175,6 +191,7 @@ class User:
     """One user of a tenant: what it was served, and who of it waits. ticket: of its entry in its ledger's heap."""
 
     name: str | None
+    tenant: Tenant
     counter: float = 0.0
     turn: int = 0
     num_unfinished: int = 0
@@ -197,7 +214,10 @@ class Tenant:
     num_unfinished: int = 0
     ticket: int | None = None
     num_waiting: int = 0
-    users: Ledger[User] = field(default_factory=lambda: Ledger(User, NUM_REMEMBERED_USERS))
+    users: Ledger[User] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.users = Ledger(partial(User, tenant=self), NUM_REMEMBERED_USERS)
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +228,7 @@ class Seat:
     user: User
     is_newcomer: bool
     num_charged: int = 0
+    is_decoding: bool = False
 
 
 AccountT = TypeVar("AccountT", User, Tenant)

@@ -6,6 +6,7 @@ One row per scheduled sequence; a plan never carries token values, so it can be 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ropeway.core.params import FinishReason, Timeout
 
@@ -104,12 +105,11 @@ class StepResult:
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] | None = None
 
 
-@dataclass(slots=True)
-class SequenceEvent:
+class SequenceEvent(NamedTuple):
     """News of one sequence. Exactly one event per sequence has a finish_reason, and it is the last.
 
-    A message like the others, never changed; only that nothing enforces it, because a step makes one per running
-    sequence and a frozen one takes 1.4 us to make instead of 0.4.
+    A tuple, because a step makes one per running sequence: a frozen dataclass takes 1.4 us to make instead of 0.4, and
+    this one 0.26 where `tuple.__new__` is given every field.
 
     index: of the sequence within its request (0..n-1). token_ids: newly generated, in order; the stop token, where one
     ended the sequence, is included. num_tokens in a `stop` by text is settled by the text side. num_cached_tokens: of
@@ -119,7 +119,7 @@ class SequenceEvent:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # of the sequence; nobody asks this tuple for an index
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0

@@ -13,7 +13,7 @@ Granted = tuple[int, Sequence[Sequence[int]]]  # a row, and the block ids it is 
 
 
 class PlanBuilder:
-    """Rows of a plan being made; adding one advances its sequence's num_computed_tokens."""
+    """Rows of a plan being made; adding one of a prompt advances its sequence's num_computed_tokens."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
@@ -42,16 +42,14 @@ class PlanBuilder:
         """Tokens that one more sequence could compute from its start."""
         return self.budget.num_prefill_tokens(0)
 
-    def add_decodes(self, sequences: Sequence[TokenSequence], granted: Sequence[Granted]) -> None:
-        """Plan the one token of each decoding sequence, before anything else; `granted` names them by their index."""
-        num_rows = len(sequences)
-        self._sequence_ids = [s.sequence_id for s in sequences]
-        self._starts = [s.num_computed_tokens for s in sequences]
-        self._num_tokens = [1] * num_rows
-        self._is_sampled = [True] * num_rows
-        self._granted = list(granted)
-        for sequence in sequences:
-            sequence.num_computed_tokens += 1
+    def add_decodes(self, sequence_ids: list[int], starts: list[int], granted: list[Granted]) -> None:
+        """Plan one token for each decoding sequence, before anything else; the lists become the builder's own.
+
+        starts: of each, the position of that token. granted: blocks for some of them, which it names by their index.
+        """
+        self._sequence_ids, self._starts, self._granted = sequence_ids, starts, granted
+        self._num_tokens = [1] * len(starts)
+        self._is_sampled = [True] * len(starts)
 
     def add_padding(self, sequence: TokenSequence) -> None:
         """Plan the last computed token of a finished sequence again; what it samples is dropped."""

@@ -43,8 +43,11 @@ class Policy(Protocol):
     def on_boarded(self, sequence: Sequence) -> None:
         """It runs, and will compute its tokens from num_computed_tokens on."""
 
-    def on_planned(self, decoding: list[Sequence]) -> None:
-        """Each of these computes one new token in this step."""
+    def on_decoding(self, sequence: Sequence) -> None:
+        """Its prompt is planned: from the next step on it decodes, until it is pushed back into the line or ends."""
+
+    def on_planned(self) -> None:
+        """Each of those who decode computes one new token in this step."""
 
     def on_finished(self, sequence: Sequence) -> None:
         """A sequence ended, after it left the line or the batch."""
@@ -135,7 +138,10 @@ class FirstComeFirstServed:
     def on_boarded(self, sequence: Sequence) -> None:
         pass
 
-    def on_planned(self, decoding: list[Sequence]) -> None:
+    def on_decoding(self, sequence: Sequence) -> None:
+        pass
+
+    def on_planned(self) -> None:
         pass
 
     def on_finished(self, sequence: Sequence) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from ropeway.core.admission import Admission
 from ropeway.core.kv_manager import KVManager
-from ropeway.core.params import FinishReason, Request
+from ropeway.core.params import FinishReason, Request, Timeout
 from ropeway.core.plan import SequenceEvent, StepPlan
 from ropeway.core.sequence import Sequence, SequenceState, WaitingReason
 from ropeway.core.waiting_line import WaitingLine
@@ -135,14 +135,17 @@ class Roster:
                 self._release(retained)
             self.retained.clear()
 
-    def end_all(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[SequenceEvent]:
+    def end_all(
+        self, sequences: Iterable[Sequence], reason: FinishReason, timeout: Timeout | None = None
+    ) -> list[SequenceEvent]:
         """End those of the sequences that have not ended yet, each with its terminal event."""
         events = []
         for sequence in sequences:
             if sequence.finish_reason is None:
                 self.finish(sequence, reason)
                 request_id, num_cached_tokens = sequence.request.request_id, sequence.num_cached_tokens
-                events.append(SequenceEvent(request_id, sequence.index, (), reason, num_cached_tokens))
+                event = SequenceEvent(request_id, sequence.index, (), reason, num_cached_tokens, timeout=timeout)
+                events.append(event)
         return events
 
     def _release(self, sequence: Sequence) -> None:

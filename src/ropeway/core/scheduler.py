@@ -13,7 +13,7 @@ from ropeway.core.deadlines import Deadlines
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import QueueLimits, SchedulerLimits
 from ropeway.core.pacing import FixedTokenBudget, Pacing, StepLoad
-from ropeway.core.params import Request
+from ropeway.core.params import FinishReason, Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult, TokenLogprobs
 from ropeway.core.plan_builder import Granted, PlanBuilder
 from ropeway.core.roster import Roster
@@ -98,10 +98,7 @@ class Scheduler:
         """End the requests that are out of time, and free their blocks; to be asked before each plan."""
         events: list[SequenceEvent] = []
         for timeout, sequences in self._deadlines.pop_due(now_s):
-            expired = self._roster.end_all(sequences, "error")
-            for event in expired:
-                event.timeout = timeout
-            events += expired
+            events += self._roster.end_all(sequences, "error", timeout)
         self._num_timeouts += len(events)
         return events
 
@@ -137,46 +134,67 @@ class Scheduler:
         assert result.sequence_ids == sampled_ids and len(result.token_ids) == len(sampled_ids), "not what was planned"
         self._in_flight = None
         self._pacing.on_computed(plan, now_s - self._planned_s)
-        self._publish(result)
+        self._take_prefills(result, now_s)
         prompt_events = [] if result.prompt_logprobs is None else self._prompt_news(result.prompt_logprobs)
         events = self._take_tokens(result, now_s)
         self._num_generation_tokens += len(events)
         return prompt_events + events + self._roster.end_all(self._unfinished(result.failed_sequence_ids), "error")
 
     def _take_tokens(self, result: StepResult, now_s: float) -> list[SequenceEvent]:
-        """Append what was sampled; the news of it. The one loop that runs for every token of every sequence."""
-        sequences, stopped_ids, logprobs = self._roster.sequences, result.stopped_sequence_ids, result.logprobs
-        kv, shares_blocks = self._kv, self._kv.shares_blocks
-        events = []
-        for sequence_id, token_id in zip(result.sequence_ids, result.token_ids, strict=True):
-            sequence = sequences.get(sequence_id)
+        """Append what was sampled; the news of it. The one loop that runs for every token of every sequence.
+
+        So it calls nothing that most tokens do not need.
+        """
+        stopped_ids, logprobs = result.stopped_sequence_ids, result.logprobs
+        kv, shares_blocks, new_event = self._kv, self._kv.shares_blocks, tuple.__new__
+        events: list[SequenceEvent] = []
+        sequences = map(self._roster.sequences.get, result.sequence_ids)
+        for sequence, token_id in zip(sequences, result.token_ids, strict=True):
             if sequence is None:  # ended while the step was in flight, or padding
                 continue
-            reason = sequence.append_token(token_id)
+            request = sequence.request
+            sequence.num_tokens = num_tokens = sequence.num_tokens + 1
             if shares_blocks:
                 sequence.tail_token_ids.append(token_id)
-                if sequence.num_tokens == sequence.num_tokens_to_seal:
+                if num_tokens == sequence.num_tokens_to_seal:
                     kv.seal(sequence)
-            if stopped_ids and sequence_id in stopped_ids:
+            reason: FinishReason | None = None
+            if token_id in request.stop_token_ids and sequence.may_stop:
                 reason = "stop"
-            request_id, num_cached_tokens = sequence.request.request_id, sequence.num_cached_tokens
-            event = SequenceEvent(request_id, sequence.index, (token_id,), reason, num_cached_tokens)
-            if logprobs is not None and sequence_id in logprobs:
-                event.logprobs = (logprobs[sequence_id],)
-            events.append(event)
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now_s
-                self._pacing.on_first_token(sequence, now_s)
+            elif num_tokens >= sequence.max_num_tokens:
+                reason = "length"
+            if stopped_ids and sequence.sequence_id in stopped_ids:
+                reason = "stop"
+            scores = logprobs and logprobs.get(sequence.sequence_id)
+            events.append(
+                new_event(
+                    SequenceEvent,
+                    (
+                        request.request_id,
+                        sequence.index,
+                        (token_id,),
+                        reason,
+                        sequence.num_cached_tokens,
+                        (scores,) if scores else None,
+                        None,
+                        None,
+                    ),
+                )
+            )
             if reason is not None:
                 self._pacing.on_finished(sequence, now_s)
                 self._roster.finish(sequence, reason, is_retained=self._batching.retains(reason))
         return events
 
-    def _publish(self, result: StepResult) -> None:
-        """Offer to others what those who prefilled in this step have computed, as far as it can be trusted."""
+    def _take_prefills(self, result: StepResult, now_s: float) -> None:
+        """Of those who prefilled: offer to others what can be trusted of it; note first tokens."""
         for sequence in self._prefilled:
-            if sequence.finish_reason is None and sequence.sequence_id not in result.failed_sequence_ids:
-                self._kv.publish(sequence)
+            if sequence.finish_reason is not None or sequence.sequence_id in result.failed_sequence_ids:
+                continue
+            self._kv.publish(sequence)
+            if sequence.first_token_s is None and sequence.num_computed_tokens == sequence.num_tokens:
+                sequence.first_token_s = now_s
+                self._pacing.on_first_token(sequence, now_s)
 
     def fail(self, plan: StepPlan, now_s: float) -> list[SequenceEvent]:
         """The step in flight could not be computed: every sequence in it ends as `error`, all others go on.
@@ -325,18 +343,22 @@ class Scheduler:
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan one token for each running sequence that decodes; returns those that prefill."""
-        decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
+        sequence_ids: list[int] = []
+        starts: list[int] = []
         granted: list[Granted] = []
-        for sequence in self._roster.running.values():
-            if sequence.num_computed_tokens < sequence.num_prefill_tokens:
+        for sequence_id, sequence in self._roster.running.items():
+            start = sequence.num_computed_tokens
+            if start < sequence.num_prefill_tokens:
                 prefilling.append(sequence)
                 continue
-            if sequence.num_tokens > sequence.num_slots:
-                granted.append((len(decoding), self._kv.grant(sequence, 1)))
-            decoding.append(sequence)
-        builder.add_decodes(decoding, granted)
-        self._line.on_planned(decoding)
+            if start >= sequence.num_slots:
+                granted.append((len(starts), self._kv.grant(sequence, 1)))
+            sequence.num_computed_tokens = sequence.num_tokens  # that is start + 1, and no new object
+            sequence_ids.append(sequence_id)
+            starts.append(start)
+        builder.add_decodes(sequence_ids, starts, granted)
+        self._line.on_planned()
         return prefilling
 
     def _plan_prefills(self, builder: PlanBuilder, prefilling: list[Sequence], num_running_before: int) -> None:
@@ -364,6 +386,8 @@ class Scheduler:
         self._prefilled = [sequence for sequence, _ in chunks]
         for sequence, num_new_tokens in chunks:
             line.on_prefilled(sequence, num_new_tokens)
+            if sequence.num_computed_tokens == sequence.num_tokens:
+                line.on_decoding(sequence)
 
     def _has_leader(self, sequence: Sequence) -> bool:
         """Match one that might board; whether one ahead of it is computing the first block that was not found."""

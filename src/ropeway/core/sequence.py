@@ -97,13 +97,10 @@ class Sequence:
     def holds_blocks(self) -> bool:
         return self.state in (SequenceState.RUNNING, SequenceState.RETAINED)
 
-    def append_token(self, token_id: int) -> FinishReason | None:
-        """Count one sampled token and say whether it ends the sequence.
+    @property
+    def may_stop(self) -> bool:
+        """Whether the last token, as an id that ends the sequence, does so: only after min_tokens others.
 
-        An id that ends the sequence does so only after min_tokens others; the sampler masks it before that.
+        The sampler masks such ids before that.
         """
-        request = self.request
-        self.num_tokens = num_tokens = self.num_tokens + 1
-        if token_id in request.stop_token_ids and num_tokens > self.num_prompt_tokens + request.params.min_tokens:
-            return "stop"
-        return "length" if num_tokens >= self.max_num_tokens else None
+        return self.num_tokens > self.num_prompt_tokens + self.request.params.min_tokens

@@ -40,6 +40,7 @@ class WaitingLine:
         self._deferred = Deferrals()
         self.entitled: Sequence | None = None  # others were preempted for it: it stays the first, whatever changes
         self._num_background = 0  # unfinished
+        self._decoding_ids: tuple[set[int], set[int]] = (set(), set())  # of either class
         self._earned_per_token = background_share / (1 - background_share)
         self._num_owed_tokens = 0.0  # to the background
         self._is_background_due = False
@@ -50,6 +51,7 @@ class WaitingLine:
     def push(self, sequence: Sequence, now_s: float) -> None:
         """A new or preempted sequence takes its place."""
         self._num_background += _is_background(sequence) and not sequence.num_preemptions
+        self._decoding_ids[_is_background(sequence)].discard(sequence.sequence_id)
         self._policy_of(sequence).push(sequence, now_s)
 
     def remove(self, sequence: Sequence) -> None:
@@ -112,15 +114,17 @@ class WaitingLine:
         """It runs, and will compute its tokens from num_computed_tokens on."""
         self._policy_of(sequence).on_boarded(sequence)
 
-    def on_planned(self, decoding: list[Sequence]) -> None:
-        """Each of these computes one new token in this step."""
-        if not self._num_background:
-            self._interactive.on_planned(decoding)
-            return
-        background = [s for s in decoding if s.request.terms.is_background]
-        self._background.on_planned(background)
-        self._interactive.on_planned([s for s in decoding if not s.request.terms.is_background])
-        self._count(len(decoding) - len(background), len(background))
+    def on_decoding(self, sequence: Sequence) -> None:
+        """Its prompt is planned: from the next step on it decodes."""
+        self._decoding_ids[_is_background(sequence)].add(sequence.sequence_id)
+        self._policy_of(sequence).on_decoding(sequence)
+
+    def on_planned(self) -> None:
+        """Each of those who decode computes one new token in this step."""
+        self._interactive.on_planned()
+        self._background.on_planned()
+        if self._num_background:
+            self._count(*map(len, self._decoding_ids))
 
     def on_prefilled(self, sequence: Sequence, num_new_tokens: int) -> None:
         """It computes so many tokens of its prompt for the first time in this step."""
@@ -131,6 +135,7 @@ class WaitingLine:
     def on_finished(self, sequence: Sequence) -> None:
         """A sequence ended, after it left the line or the batch."""
         self._num_background -= _is_background(sequence)
+        self._decoding_ids[_is_background(sequence)].discard(sequence.sequence_id)
         self._policy_of(sequence).on_finished(sequence)
 
     def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
