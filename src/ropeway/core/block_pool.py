@@ -32,12 +32,19 @@ class BlockPool:
 
     def take(self, num_blocks: int) -> list[int]:
         """Take `num_blocks` free blocks, whose hashes are forgotten; the caller has checked that they can be had."""
-        blank_ids, index = self._blank_ids, self.index
-        assert num_blocks <= self.num_free_blocks, f"{num_blocks} blocks asked of {self.num_free_blocks}"
-        self.num_evicted_blocks += max(0, num_blocks - len(blank_ids))
-        block_ids = [blank_ids.pop() if blank_ids else index.evict() for _ in range(num_blocks)]
+        blank_ids, num_holders = self._blank_ids, self._num_holders
+        num_free_blocks = len(blank_ids) + self.index.num_parked
+        assert num_blocks <= num_free_blocks, f"{num_blocks} blocks asked of {num_free_blocks}"
+        first = max(0, len(blank_ids) - num_blocks)
+        block_ids = blank_ids[first:]
+        block_ids.reverse()
+        del blank_ids[first:]
+        if len(block_ids) < num_blocks:
+            num_evicted = num_blocks - len(block_ids)
+            self.num_evicted_blocks += num_evicted
+            block_ids += [self.index.evict() for _ in range(num_evicted)]
         for block_id in block_ids:
-            self._num_holders[block_id] = 1
+            num_holders[block_id] = 1
         return block_ids
 
     def hold(self, block_ids: Sequence[int]) -> None:
@@ -55,16 +62,14 @@ class BlockPool:
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Count one holder less of each. Of the blank ones, the first will be the first taken again."""
-        num_holders, index = self._num_holders, self.index
+        num_holders, unheld_ids = self._num_holders, []
         for block_id in reversed(block_ids):
-            assert num_holders[block_id], f"block {block_id} freed twice"
-            num_holders[block_id] -= 1
-            if num_holders[block_id]:
-                continue
-            if index.has_hash(block_id):
-                index.park(block_id)
-            else:
-                self._blank_ids.append(block_id)
+            num_left = num_holders[block_id] - 1
+            assert num_left >= 0, f"block {block_id} freed twice"
+            num_holders[block_id] = num_left
+            if not num_left:
+                unheld_ids.append(block_id)
+        self._blank_ids += self.index.park(unheld_ids)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
         """Offer a held block under the hash of its tokens, unless another that is held has it already."""

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from struct import pack
 
 from ropeway.core.params import Request
 
@@ -46,7 +47,7 @@ class BlockHasher:
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:
-    return array("i", token_ids).tobytes()
+    return pack(f"{len(token_ids)}i", *token_ids)  # half of what an array takes to make
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +118,22 @@ class PrefixIndex:
         del self._block_of[block_hash]
         self._hash_of[block_id] = None
 
-    def park(self, block_id: int) -> None:
-        """Nobody holds it any more: it is the last to be evicted."""
-        ring, older, newer = self._ring, self._older, self._newer
-        newest = older[ring]
-        older[block_id], newer[block_id] = newest, ring
-        newer[newest] = older[ring] = block_id
-        self.num_parked += 1
+    def park(self, block_ids: Sequence[int]) -> list[int]:
+        """Nobody holds these any more: the last to be evicted, in this order. Returns those without a hash, not parked.
+
+        All at once, because a sequence that ends gives dozens back.
+        """
+        ring, older, newer, hash_of = self._ring, self._older, self._newer, self._hash_of
+        newest, blank_ids = older[ring], []
+        for block_id in block_ids:
+            if hash_of[block_id] is None:
+                blank_ids.append(block_id)
+                continue
+            older[block_id], newer[newest] = newest, block_id
+            newest = block_id
+        newer[newest], older[ring] = ring, newest
+        self.num_parked += len(block_ids) - len(blank_ids)
+        return blank_ids
 
     def unpark(self, block_id: int) -> None:
         """It is held again, or to be forgotten."""
