@@ -53,7 +53,7 @@ class RequestOutput:
 class Delta:
     """What one event adds to one sequence. is_stopped_by_text: a stop string ended it, and the engine does not know
     yet. logprobs: of token_ids, and prompt_logprobs: the next of the prompt's, where asked for. num_cached_tokens: of
-    the prompt, how many the prefix cache held for this sequence.
+    the prompt, how many the prefix cache held for this sequence. matched_stop: the stop string that ended it.
     """
 
     request_id: str
@@ -65,6 +65,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
+    matched_stop: str | None = None
 
 
 class Assembler:
@@ -115,14 +116,33 @@ class Assembler:
             token_ids = token_ids[: detokenizer.num_tokens - self._num_tokens[index]]
             logprobs, is_news = logprobs[: len(token_ids)], reason is None
             return self._finish(
-                Delta(event.request_id, index, text, token_ids, "stop", is_news, logprobs, (), event.num_cached_tokens)
+                Delta(
+                    event.request_id,
+                    index,
+                    text,
+                    token_ids,
+                    "stop",
+                    is_stopped_by_text=is_news,
+                    logprobs=logprobs,
+                    num_cached_tokens=event.num_cached_tokens,
+                    matched_stop=detokenizer.matched_stop,
+                )
             )
         if reason is not None:
             text += detokenizer.finish()
             # A character cut short by the end reads as U+FFFD, and that may complete a stop string.
             reason = "stop" if detokenizer.is_stopped else reason
             return self._finish(
-                Delta(event.request_id, index, text, token_ids, reason, False, logprobs, (), event.num_cached_tokens)
+                Delta(
+                    event.request_id,
+                    index,
+                    text,
+                    token_ids,
+                    reason,
+                    logprobs=logprobs,
+                    num_cached_tokens=event.num_cached_tokens,
+                    matched_stop=detokenizer.matched_stop,
+                )
             )
         self._num_tokens[index] += len(token_ids)
         return Delta(event.request_id, index, text, token_ids, None, False, logprobs, (), event.num_cached_tokens)

@@ -17,37 +17,34 @@ from starlette.routing import Route
 from ropeway.errors import RopewayError
 from ropeway.llm import AsyncLLM
 from ropeway.server.access import AccessGuard, caller_of
+from ropeway.server.answering import CLIENT_CLOSED_REQUEST, AnswerSender
 from ropeway.server.config import ServerConfig
 from ropeway.server.errors import JSON, anthropic_error_json, error_json, error_response, is_anthropic, json_response
-from ropeway.server.formats import ChatFormat, CompletionFormat, Format
+from ropeway.server.formats import ChatFormat, CompletionFormat
 from ropeway.server.health_watch import HealthWatch
-from ropeway.server.openai import (
-    Generation,
-    check_served,
-    event_writer,
-    start_chat,
-    start_completion,
-    whole_answer,
+from ropeway.server.messages import MessageAnswer
+from ropeway.server.messages_body import (
+    REFUSED_MESSAGES_FIELDS,
+    CountTokensBody,
+    MessagesBody,
+    without_inert_fields,
 )
+from ropeway.server.openai import CompletionAnswer, check_served, encode_chat, start_chat, start_completion
 from ropeway.server.operations import health_routes, operation_routes
 from ropeway.server.protocol import (
     REFUSED_CHAT_FIELDS,
     REFUSED_COMPLETION_FIELDS,
     ChatBody,
     CompletionBody,
-    SamplingBody,
     parse_body,
 )
 from ropeway.server.reading import read_json
 from ropeway.server.request_book import RequestBook
-from ropeway.server.request_ids import ANSWER_ID, RequestIds, request_id_of
-from ropeway.server.sse import EventStreamResponse, closed_on_disconnect
+from ropeway.server.request_ids import RequestIds
 from ropeway.server.tenants import KeyRing
 from ropeway.server.token_routes import token_routes
 
 logger = logging.getLogger(__name__)
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
@@ -85,21 +82,39 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
 
 
 def _generation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -> list[Route]:
+    sender = AnswerSender(book, config.ping_s)
+
     async def completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(CompletionBody, fields, REFUSED_COMPLETION_FIELDS)
         generation = await start_completion(llm, body, caller_of(request))
-        return await _answer(request, book, config.ping_s, body, generation, CompletionFormat(llm.builder.tokenizer))
+        answer = CompletionAnswer(generation, CompletionFormat(llm.builder.tokenizer))
+        return await sender.send(request, generation, answer, is_streamed=bool(body.stream))
 
     async def chat_completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         body = parse_body(ChatBody, fields, REFUSED_CHAT_FIELDS)
         generation = await start_chat(llm, body, caller_of(request))
-        return await _answer(request, book, config.ping_s, body, generation, ChatFormat(llm.builder.tokenizer))
+        answer = CompletionAnswer(generation, ChatFormat(llm.builder.tokenizer))
+        return await sender.send(request, generation, answer, is_streamed=bool(body.stream))
+
+    async def messages(request: Request) -> Response:
+        fields = without_inert_fields(await read_json(request, config.max_body_bytes))
+        body = parse_body(MessagesBody, fields, REFUSED_MESSAGES_FIELDS)
+        generation = await start_chat(llm, body.chat_body(), caller_of(request), id_prefix="msg_")
+        return await sender.send(request, generation, MessageAnswer(generation), is_streamed=bool(body.stream))
+
+    async def count_tokens(request: Request) -> Response:
+        fields = without_inert_fields(await read_json(request, config.max_body_bytes))
+        body = parse_body(CountTokensBody, fields, REFUSED_MESSAGES_FIELDS)
+        encoded = await encode_chat(llm, body.chat_body())
+        return json_response({"input_tokens": len(encoded.token_ids)})
 
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     ]
 
 
@@ -126,25 +141,6 @@ def _model_routes(llm: AsyncLLM) -> list[Route]:
         return json_response(card(model_id))
 
     return [Route("/v1/models", models), Route("/v1/models/{model_id:path}", model)]
-
-
-async def _answer(
-    request: Request, book: RequestBook, ping_s: float, body: SamplingBody, generation: Generation, form: Format
-) -> Response:
-    stream = book.submit(generation.answer_id, generation.requests, caller_of(request), request_id_of(request))
-    request.scope[ANSWER_ID] = generation.answer_id
-    if body.stream:
-        try:
-            await stream.wait_accepted()  # a refusal can still have a status of its own
-        except RopewayError:
-            stream.close()
-            raise
-        return EventStreamResponse(stream, event_writer(generation, form), ping_s=ping_s)
-    async with closed_on_disconnect(request.receive, stream):
-        answer = await whole_answer(generation, stream, form)
-        # A client that has left reads nothing; the status is for the log.
-        status = 200 if stream.is_finished else CLIENT_CLOSED_REQUEST
-        return Response(answer, status_code=status, media_type=JSON)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

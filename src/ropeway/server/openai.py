@@ -82,22 +82,26 @@ class Usage:
     """The token counts of an answer, added up delta by delta."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_completion_tokens = 0
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_completion_tokens = 0
         self._num_cached_tokens: dict[str, int] = {}  # by request
 
     def add(self, delta: Delta) -> None:
-        self._num_completion_tokens += len(delta.token_ids)
+        self.num_completion_tokens += len(delta.token_ids)
         if delta.index == 0:  # the other sequences of a request find what its first has computed
             known = self._num_cached_tokens.get(delta.request_id, 0)
             self._num_cached_tokens[delta.request_id] = max(known, delta.num_cached_tokens)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self._num_cached_tokens.values())
+
     def fields(self) -> dict[str, object]:
         return {
-            "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": self._num_completion_tokens,
-            "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
 
@@ -117,20 +121,40 @@ async def start_completion(llm: AsyncLLM, body: CompletionBody, caller: Caller) 
     return _generation(llm, body, caller, model, answer_id, encoded, max_tokens, grammar)
 
 
-async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller) -> Generation:
+async def encode_chat(llm: AsyncLLM, body: ChatBody) -> EncodedPrompt:
+    """The prompt of a chat body. Raises InvalidRequestError, UnknownModelError."""
+    _served_model(llm, body)
+    messages, tools = body.conversation(), body.tool_use().tools
+    num_characters = sum(len(str(message["content"])) for message in messages) + len(str(body.tools or ""))
+    return await off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages, tools))
+
+
+async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller, id_prefix: str = "chatcmpl-") -> Generation:
     """Requests for a chat body. Raises InvalidRequestError, UnknownModelError, OverloadedError."""
     model = _served_model(llm, body)
     llm.engine.check_queue()
     _check_num_choices(1, body)
-    messages = body.conversation()
-    num_characters = sum(len(str(message["content"])) for message in messages)
     use = body.tool_use()
-    num_characters += len(str(body.tools or ""))
-    encoded = await off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages, use.tools))
+    encoded = await encode_chat(llm, body)
     grammar = await _tools_grammar(llm, use) if use.must_call else await _grammar(llm, body)
     shape = _answer_shape(llm, use, encoded, has_grammar=grammar is not None)
-    answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+    answer_id = f"{id_prefix}{uuid.uuid4().hex}"
     return _generation(llm, body, caller, model, answer_id, [encoded], body.num_tokens_asked, grammar, shape)
+
+
+class CompletionAnswer:
+    """An answer to one of OpenAI's completions."""
+
+    def __init__(self, generation: Generation, form: Format) -> None:
+        self._generation = generation
+        self._form = form
+
+    def writer(self) -> ChunkWriter:
+        return event_writer(self._generation, self._form)
+
+    async def whole(self, stream: OutputStream) -> bytes:
+        """The unstreamed answer. Raises EngineStoppedError where a sequence could not be computed."""
+        return await whole_answer(self._generation, stream, self._form)
 
 
 async def whole_answer(generation: Generation, stream: OutputStream, form: Format) -> bytes:
@@ -143,7 +167,7 @@ async def whole_answer(generation: Generation, stream: OutputStream, form: Forma
         for news in news_of[delta.request_id].push(delta):
             choices[news.number].add(news)
     if any(choice.finish_reason == "error" for choice in choices):
-        raise _computation_error()
+        raise computation_error()
     written = [form.choice(choice, generation.wishes) for choice in choices]
     return orjson.dumps({**_head(generation, form.object_name), "choices": written, "usage": usage.fields()})
 
@@ -184,7 +208,7 @@ class ChunkWriter:
         if delta.finish_reason is None and not delta.text:
             return b""
         if delta.finish_reason == "error":
-            raise _computation_error()
+            raise computation_error()
         before, between = self._parts[delta.request_id, delta.index]
         reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
         return b"".join((before, orjson.dumps(delta.text), between, reason, b"}", self._tail))
@@ -214,7 +238,7 @@ class _NewsWriter(ChunkWriter):
     def chunk(self, delta: Delta) -> bytes:
         self._usage.add(delta)
         if delta.finish_reason == "error":
-            raise _computation_error()
+            raise computation_error()
         news = self._news_of[delta.request_id].push(delta)
         return b"".join(
             b"data: " + self._head + orjson.dumps(self._form.chunk_choice(each, self._generation.wishes)) + self._tail
@@ -236,7 +260,8 @@ def _head(generation: Generation, object_name: str) -> dict[str, object]:
     }
 
 
-def _computation_error() -> EngineStoppedError:
+def computation_error() -> EngineStoppedError:
+    """What is told of a sequence that a step could not compute."""
     return EngineStoppedError("the engine could not compute this request; see the server's log")
 
 

@@ -9,11 +9,14 @@ from pydantic import BaseModel
 
 from ropeway._version import __version__
 from ropeway.server.bodies import AbortBody, DetokenizeBody, TokenizeBody
+from ropeway.server.messages_body import CountTokensBody, MessagesBody
 from ropeway.server.protocol import ChatBody, CompletionBody
 
 _POSTS: dict[str, tuple[str, type[BaseModel] | None]] = {
     "/v1/completions": ("Completes a prompt, or several", CompletionBody),
     "/v1/chat/completions": ("Answers a conversation", ChatBody),
+    "/v1/messages": ("Answers a conversation, in Anthropic's shape", MessagesBody),
+    "/v1/messages/count_tokens": ("The length of a conversation in tokens, in Anthropic's shape", CountTokensBody),
     "/tokenize": ("The tokens of a prompt, or of a conversation", TokenizeBody),
     "/detokenize": ("The text of tokens", DetokenizeBody),
     "/abort_requests": ("Ends requests, whoever's they are", AbortBody),
