@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas \
+.PHONY: help setup serve test sanitize lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas \
 	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay invariance wheel clean
 .DEFAULT_GOAL := help
 
@@ -19,6 +19,10 @@ test: ## set up and run the tests (ARGS="-k sampler" adds pytest arguments)
 	@scripts/setup.sh dev
 	@echo "4/4 tests"
 	@scripts/env.sh $(PYTHON_VENV) -m pytest $(ARGS)
+
+sanitize: ## the tests of native code with every read and write watched: about 10 minutes (ARGS=tests/differential/test_gemm.py for less)
+	@scripts/setup.sh dev
+	@scripts/env.sh scripts/sanitize.sh $(ARGS)
 
 setup: ## environment, native build and model, for development
 	@scripts/setup.sh dev

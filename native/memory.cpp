@@ -6,6 +6,10 @@
 #include <new>
 #include <utility>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace ropeway {
 namespace {
 
@@ -24,11 +28,27 @@ void FreeMemory::operator()(void* p) const { std::free(p); }
 
 void* allocate_bytes(size_t num_bytes) {
   const size_t alignment = num_bytes >= kHugePage ? kHugePage : kCacheLine;
-  void* p = std::aligned_alloc(alignment, (num_bytes + kCacheLine) / alignment * alignment + alignment);
+  const size_t num_allocated = (num_bytes + kCacheLine) / alignment * alignment + alignment;
+  void* p = std::aligned_alloc(alignment, num_allocated);
   if (!p) throw std::bad_alloc();
+#ifdef __SANITIZE_ADDRESS__
+  // Rounding up leaves room that nobody asked for and that hides what is written past the end.
+  ASAN_POISON_MEMORY_REGION(static_cast<char*>(p) + num_bytes, num_allocated - num_bytes);
+#endif
   if (alignment == kHugePage) ask_for_huge_pages(p, num_bytes / kHugePage * kHugePage);
   return p;
 }
+
+#ifdef __SANITIZE_ADDRESS__
+
+// The sanitizer watches the ends of the heap's blocks, not those of mapped memory.
+LazyZeros::LazyZeros(size_t num_bytes) : data_(std::calloc(num_bytes, 1)), num_bytes_(num_bytes) {
+  if (!data_) throw std::bad_alloc();
+}
+
+LazyZeros::~LazyZeros() { std::free(data_); }
+
+#else
 
 LazyZeros::LazyZeros(size_t num_bytes) : num_bytes_(num_bytes) {
   data_ = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -36,11 +56,13 @@ LazyZeros::LazyZeros(size_t num_bytes) : num_bytes_(num_bytes) {
   ask_for_huge_pages(data_, num_bytes);
 }
 
-LazyZeros::LazyZeros(LazyZeros&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), num_bytes_(other.num_bytes_) {}
-
 LazyZeros::~LazyZeros() {
   if (data_) munmap(data_, num_bytes_);
 }
+
+#endif
+
+LazyZeros::LazyZeros(LazyZeros&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), num_bytes_(other.num_bytes_) {}
 
 }  // namespace ropeway
