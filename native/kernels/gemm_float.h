@@ -41,7 +41,7 @@ struct GemmFloat {
   static void finish(const Activations&, int, int, float*) {}
 
   template <class Source, int Rows>
-  static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc) {
+  static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc, Fetch) {
     const float* x = a.x + row * a.ld_x + steps.begin;
     F32x8 s[Rows][2];
     ROPEWAY_UNROLL

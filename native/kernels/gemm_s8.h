@@ -85,12 +85,13 @@ struct GemmS8 {
   static void finish(const Activations&, int, int, float*) {}
 
   template <class Source, int Rows>
-  static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc) {
+  static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc,
+                       [[maybe_unused]] Fetch fetch) {
     const int num_groups = a.k / kGroup;
     const WideGroup* groups = a.wide + size_t(row) * num_groups + steps.begin;
     for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, groups++) {
       const Source w{weights};
-      if constexpr (is_same<Source, Packed>) prefetch_ahead<Source, kDirectStepsAhead>(weights);
+      if constexpr (is_same<Source, Packed>) fetch.step();  // 8 to 24 rows: 0.92 to 0.98 of the time
       SumsS8<Rows> sums;
       ROPEWAY_UNROLL
       for (int p = 0; p < 16; p++) sums.add(p == 0, w.codes(p, 0), w.codes(p, 1), groups, num_groups, p);

@@ -44,14 +44,36 @@ template <class Source, int StepsAhead>
 inline void prefetch_ahead(const uint8_t* weights) {
   for (int at = 0; at < Source::kStepBytes; at += 64) prefetch(weights + StepsAhead * Source::kStepBytes + at);
 }
+
 constexpr int kDirectStepsAhead = 8;  // where multiply reads packed weights; unpack asks for the next block
+
+// What a row tile may ask memory for while it reads packed weights: so many cache lines at every step, from `from` on.
+struct Fetch {
+  const uint8_t* from;
+  int lines_per_step;
+
+  void step() {
+    for (int i = 0; i < lines_per_step; i++, from += 64) prefetch(from);
+  }
+};
+
+// Of row tile `tile` of num_tiles over a block of `count` steps. A lone tile asks for what is a few steps ahead. Of
+// several each asks for its share of the next block (of this column tile or the next: they lie one after another), so
+// that memory works beside all of them and not beside the first alone.
+template <class Source>
+inline Fetch fetch_of_tile(const uint8_t* weights, int count, int tile, int num_tiles) {
+  constexpr int kLines = (Source::kStepBytes + 63) / 64;
+  if (num_tiles == 1) return {weights + kDirectStepsAhead * Source::kStepBytes, kLines};
+  const int lines = (kLines + num_tiles - 1) / num_tiles;
+  return {weights + int64_t{count} * (Source::kStepBytes + int64_t{tile} * lines * 64), lines};
+}
 
 // The rows left over from whole row tiles: num_rows <= Rows.
 template <class Kernel, class Source, int Rows>
 inline void multiply_rest(const uint8_t* weights, StepRange steps, const Activations& a, int row, int num_rows,
-                          float* acc) {
-  if (num_rows == Rows) return Kernel::template multiply<Source, Rows>(weights, steps, a, row, acc);
-  if constexpr (Rows > 1) multiply_rest<Kernel, Source, Rows - 1>(weights, steps, a, row, num_rows, acc);
+                          float* acc, Fetch fetch) {
+  if (num_rows == Rows) return Kernel::template multiply<Source, Rows>(weights, steps, a, row, acc, fetch);
+  if constexpr (Rows > 1) multiply_rest<Kernel, Source, Rows - 1>(weights, steps, a, row, num_rows, acc, fetch);
 }
 
 // Kernel::multiply with the number of rows known to the compiler, over the row tiles of [row, row + num_rows). The
@@ -60,23 +82,26 @@ template <class Kernel, class Source>
 inline void multiply_rows(const uint8_t* weights, StepRange steps, const Activations& a, int row, int num_rows,
                           float* acc) {
   constexpr int kRows = Kernel::kRows;
+  const int num_tiles = (num_rows + kRows - 1) / kRows;
+  int tile = 0;
+  const auto fetch = [&] { return fetch_of_tile<Source>(weights, steps.count, tile++, num_tiles); };
   for (; num_rows >= 2 * kRows || num_rows == kRows; num_rows -= kRows, row += kRows, acc += kRows * kTileColumns) {
-    Kernel::template multiply<Source, kRows>(weights, steps, a, row, acc);
+    Kernel::template multiply<Source, kRows>(weights, steps, a, row, acc, fetch());
   }
   if constexpr (kRows > 1) {
     if (num_rows > kRows) {
       const int first = (num_rows + 1) / 2;
-      multiply_rest<Kernel, Source, kRows>(weights, steps, a, row, first, acc);
+      multiply_rest<Kernel, Source, kRows>(weights, steps, a, row, first, acc, fetch());
       row += first, num_rows -= first, acc += first * kTileColumns;
     }
-    multiply_rest<Kernel, Source, kRows - 1>(weights, steps, a, row, num_rows, acc);
+    if (num_rows > 0) multiply_rest<Kernel, Source, kRows - 1>(weights, steps, a, row, num_rows, acc, fetch());
   }
 }
 
 // A Kernel has: Packed and Panel, the two sources of weights (kStepBytes each); kDirectSteps and kPanelSteps, of a
 // block of K in each; kRows, of its largest row tile; kDirectRows, the most rows that read Packed; unpack(packed,
-// count, panel); multiply<Source, Rows>(weights, steps, a, row, acc); finish(a, row, num_rows, acc), once an output has
-// all its inputs.
+// count, panel); multiply<Source, Rows>(weights, steps, a, row, acc, fetch); finish(a, row, num_rows, acc), once an
+// output has all its inputs.
 template <class Kernel>
 void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out,
                 int64_t ld_out) {
