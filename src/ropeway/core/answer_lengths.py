@@ -6,6 +6,7 @@ Knows no memory and no queues. Plain floats: the same observations in the same o
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import cache
 
 # Lengths are told apart by their bin: single tokens at first, then four bins an octave.
 EDGES: tuple[int, ...] = tuple(sorted({*range(8), *(round(8 * 2.0 ** (i / 4)) for i in range(84))}))
@@ -22,7 +23,7 @@ MAX_NUM_TENANTS = 256
 REFRESH_SHARE = 4  # expectations are worked out anew after one observation in so many of the window
 
 
-def bin_of(num_generated: int) -> int:
+def bin_of(num_generated: float) -> int:
     """The bin of a length: EDGES[bin] <= num_generated < EDGES[bin + 1]."""
     return bisect_right(EDGES, num_generated) - 1
 
@@ -69,12 +70,12 @@ class _Hazards:
         return shares
 
     def _work_out(self, overall: _Hazards | None) -> list[float]:
-        """Survival to the lower edge of each bin."""
+        """Survival to the lower edge of each bin, and of none behind the last."""
         survivals, survival = [1.0], 1.0
         for i in range(NUM_BINS):
             survival *= 1.0 - self.hazard(i, overall)
             survivals.append(survival)
-        return survivals
+        return [*survivals, survival]
 
     def hazard(self, i: int, overall: _Hazards | None) -> float:
         """The share of those reaching bin i who end in it."""
@@ -84,22 +85,29 @@ class _Hazards:
         return (self.ends[i] + weight * prior) / (self.exposures[i] + weight)
 
     def _conditional(self, begin_bin: int) -> tuple[float, ...]:
-        begin = (EDGES[begin_bin] + EDGES[min(begin_bin + 1, NUM_BINS - 1)] - 1) / 2
-        base = self._survival(begin)
+        survivals = self._survivals
+        (i, passed), *places = _places(begin_bin)
+        base = survivals[i] + (survivals[i + 1] - survivals[i]) * passed
         shares: list[float] = []
-        for horizon in HORIZONS:
-            share = self._survival(begin + horizon) / base if base > 0.0 else 0.0
+        for i, passed in places:
+            survival = survivals[i] + (survivals[i + 1] - survivals[i]) * passed
+            share = survival / base if base > 0.0 else 0.0
             if share < NEGLIGIBLE_SHARE:
                 break
             shares.append(min(1.0, share))
         return tuple(shares)
 
-    def _survival(self, length: float) -> float:
-        i = bisect_right(EDGES, length) - 1
-        if i + 1 >= NUM_BINS:
-            return self._survivals[NUM_BINS]
-        share = (length - EDGES[i]) / (EDGES[i + 1] - EDGES[i])
-        return self._survivals[i] + (self._survivals[i + 1] - self._survivals[i]) * share
+
+@cache
+def _places(begin_bin: int) -> tuple[tuple[int, float], ...]:
+    """Where the middle of a bin, and each horizon from there, lies: in which bin, and what share of that is passed."""
+    begin = (EDGES[begin_bin] + EDGES[min(begin_bin + 1, NUM_BINS - 1)] - 1) / 2
+    places = []
+    for length in (begin, *[begin + horizon for horizon in HORIZONS]):
+        i = bin_of(length)
+        is_last = i + 1 >= NUM_BINS
+        places.append((NUM_BINS, 0.0) if is_last else (i, (length - EDGES[i]) / (EDGES[i + 1] - EDGES[i])))
+    return tuple(places)
 
 
 class AnswerLengths:

@@ -7,11 +7,15 @@ samples lengths from past ones; here the expected peak and its deviation are wor
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from math import sqrt
 
-from ropeway.core.answer_lengths import HORIZONS, AnswerLengths, bin_of
+from ropeway.core.answer_lengths import EDGES, HORIZONS, AnswerLengths, bin_of
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.sequence import Sequence, WaitingReason
+
+GroupKey = tuple[str | None, int]
+Sums = list[int]  # over some sequences: how many, their tokens, the squares of these
 
 NUM_HORIZONS = len(HORIZONS)
 DEVIATIONS = 2.0  # above what is expected at each horizon, that must fit: at each it does with 97.7 %
@@ -32,7 +36,7 @@ class PredictiveAdmission:
 
     def __init__(self) -> None:
         self._lengths = AnswerLengths()
-        self._running: dict[int, Sequence] = {}
+        self._running: dict[int, _Prospect] = {}
         self._bins: dict[int, int] = {}  # of each sequence that ran, the bin up to which it was observed
         self._num_reserved_tokens = 0  # were everybody to use its max_tokens
         self._caution = 0.0
@@ -66,7 +70,7 @@ class PredictiveAdmission:
         return False
 
     def on_boarded(self, sequence: Sequence) -> None:
-        self._running[sequence.sequence_id] = sequence
+        self._running[sequence.sequence_id] = _Prospect(sequence)
         self._bins.setdefault(sequence.sequence_id, 0)
         self._num_reserved_tokens += sequence.max_num_tokens
         if self._outlook is not None:
@@ -105,37 +109,63 @@ class PredictiveAdmission:
 
     def _look_ahead(self, kv: KVManager) -> _Outlook:
         """The outlook of everybody who runs; those who reached another bin are learned from on the way."""
-        groups: dict[tuple[str | None, int, int], list[int]] = {}
-        bins, lengths, observed = self._bins, self._lengths, []
+        groups: dict[GroupKey, dict[int, Sums]] = {}
+        lengths, observed = self._lengths, []
         num_slots = 0
-        for sequence_id, sequence in self._running.items():
-            request, num_tokens = sequence.request, sequence.num_tokens
-            num_generated = num_tokens - sequence.num_prompt_tokens
+        for prospect in self._running.values():
+            sequence = prospect.sequence
+            num_tokens = sequence.num_tokens
             num_slots += sequence.num_slots
-            cap = bisect_left(HORIZONS, request.max_tokens - num_generated)
-            if request.stop_token_ids or request.params.stop:
-                now_bin = bin_of(num_generated)
-                if now_bin > bins[sequence_id]:
-                    observed.append((request.terms.tenant, bins[sequence_id], now_bin))
-                    bins[sequence_id] = now_bin
-                key: tuple[str | None, int, int] = (request.terms.tenant, now_bin, cap)
-            else:
-                key = (None, 0, cap)
-            group = groups.get(key)
+            if num_tokens >= prospect.num_tokens_to_regroup:
+                prospect.regroup()
+                tenant, now_bin = prospect.key
+                first_bin = self._bins[sequence.sequence_id]
+                if tenant is not None and now_bin > first_bin:
+                    observed.append((tenant, first_bin, now_bin))
+                    self._bins[sequence.sequence_id] = now_bin
+            group = groups.get(prospect.key)
             if group is None:
-                groups[key] = [1, num_tokens, num_tokens * num_tokens]
+                group = groups[prospect.key] = {}
+            sums = group.get(prospect.cap)
+            if sums is None:
+                group[prospect.cap] = [1, num_tokens, num_tokens * num_tokens]
             else:
-                group[0] += 1
-                group[1] += num_tokens
-                group[2] += num_tokens * num_tokens
+                sums[0] += 1
+                sums[1] += num_tokens
+                sums[2] += num_tokens * num_tokens
         for tenant, first_bin, last_bin in observed:
             lengths.observe(tenant, first_bin, last_bin, False)
         held = kv.num_blocks - kv.num_free_blocks
         outlook = _Outlook(min(1.0, held * kv.block_size / num_slots) if num_slots else 1.0, kv.block_size / 2)
-        for (tenant_or_none, now_bin, cap), (count, total, squares) in groups.items():
-            shares = None if tenant_or_none is None else lengths.shares(tenant_or_none, now_bin)
-            outlook.add_group(shares, cap, count, total, squares)
+        for (tenant_or_none, now_bin), group in groups.items():
+            outlook.add_group(None if tenant_or_none is None else lengths.shares(tenant_or_none, now_bin), group)
         return outlook
+
+
+@dataclass(slots=True, eq=False)
+class _Prospect:
+    """One who runs, and those it is counted with until it knows num_tokens_to_regroup tokens.
+
+    key: its tenant and the bin of its length; nobody's where nothing but max_tokens ends it. cap: the horizon at which
+    that does.
+    """
+
+    sequence: Sequence
+    key: GroupKey = (None, 0)
+    cap: int = 0
+    num_tokens_to_regroup: int = 0
+
+    def regroup(self) -> None:
+        sequence = self.sequence
+        request, num_generated = sequence.request, sequence.num_generated_tokens
+        cap = bisect_left(HORIZONS, request.max_tokens - num_generated)
+        changes = [request.max_tokens - HORIZONS[cap - 1]] if cap else []
+        if request.stop_token_ids or request.params.stop:
+            now_bin = bin_of(num_generated)
+            changes += EDGES[now_bin + 1 : now_bin + 2]
+            self.key = (request.terms.tenant, now_bin)
+        self.cap = cap
+        self.num_tokens_to_regroup = sequence.num_prompt_tokens + min(changes, default=request.max_tokens)
 
 
 class _Outlook:
@@ -150,21 +180,29 @@ class _Outlook:
         self._expected = [0.0] * NUM_HORIZONS
         self._variance = [0.0] * NUM_HORIZONS
 
-    def add_group(self, shares: tuple[float, ...] | None, cap: int, count: int, total: int, squares: int) -> None:
-        """`count` sequences of `total` tokens, the sum of whose squares is `squares`, which end at horizon `cap`."""
-        expected, variance, held = self._expected, self._variance, self._share_held
-        waste = self._waste
-        now, now_squares = total * held + count * waste, squares * held * held
-        for i in range(min(cap + 1, NUM_HORIZONS if shares is None else len(shares))):
-            share, horizon = 1.0 if shares is None else shares[i], HORIZONS[i]
-            expected[i] += share * (now + count * horizon)
-            if share < 1.0:
-                variance[i] += share * (1.0 - share) * (now_squares + 2 * horizon * total * held + count * horizon**2)
+    def add_group(self, shares: tuple[float, ...] | None, group: dict[int, Sums]) -> None:
+        """Sequences that share expectations, by the horizon at which their max_tokens ends them."""
+        expected, variance, held, waste = self._expected, self._variance, self._share_held, self._waste
+        last = NUM_HORIZONS - 1 if shares is None else len(shares) - 1
+        caps = sorted(group, reverse=True)
+        count, now, now_squares, now_held = 0, 0.0, 0.0, 0.0
+        for cap, next_cap in zip(caps, [*caps[1:], -1], strict=True):  # those of later caps are there at earlier ones
+            more, total, squares = group[cap]
+            count += more
+            now += total * held + more * waste
+            now_held += total * held
+            now_squares += squares * held * held
+            for i in range(min(cap, last), next_cap, -1):
+                share, horizon = 1.0 if shares is None else shares[i], HORIZONS[i]
+                expected[i] += share * (now + count * horizon)
+                if share < 1.0:
+                    spread = now_squares + 2 * horizon * now_held + count * horizon * horizon
+                    variance[i] += share * (1.0 - share) * spread
 
     def add(self, shares: tuple[float, ...] | None, sequence: Sequence) -> None:
         """One that boards."""
         num_tokens = sequence.num_tokens
-        self.add_group(shares, self._cap(sequence), 1, num_tokens, num_tokens * num_tokens)
+        self.add_group(shares, {self._cap(sequence): [1, num_tokens, num_tokens * num_tokens]})
 
     def peak_with(self, shares: tuple[float, ...] | None, sequence: Sequence, deviations: float) -> float:
         """The most memory, over all horizons, that is expected with one more, and `deviations` above it."""
