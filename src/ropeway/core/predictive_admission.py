@@ -18,6 +18,7 @@ GroupKey = tuple[str | None, int]
 Sums = list[int]  # over some sequences: how many, their tokens, the squares of these
 
 NUM_HORIZONS = len(HORIZONS)
+CERTAIN = (1.0,) * NUM_HORIZONS
 DEVIATIONS = 2.0  # above what is expected at each horizon, that must fit: at each it does with 97.7 %
 MAX_CAUTION = 3.0  # more of them, after preemptions
 CAUTION_PER_PREEMPTION = 0.2
@@ -183,7 +184,8 @@ class _Outlook:
     def add_group(self, shares: tuple[float, ...] | None, group: dict[int, Sums]) -> None:
         """Sequences that share expectations, by the horizon at which their max_tokens ends them."""
         expected, variance, held, waste = self._expected, self._variance, self._share_held, self._waste
-        last = NUM_HORIZONS - 1 if shares is None else len(shares) - 1
+        shares = CERTAIN if shares is None else shares
+        last, horizons = len(shares) - 1, HORIZONS
         caps = sorted(group, reverse=True)
         count, now, now_squares, now_held = 0, 0.0, 0.0, 0.0
         for cap, next_cap in zip(caps, [*caps[1:], -1], strict=True):  # those of later caps are there at earlier ones
@@ -193,10 +195,11 @@ class _Outlook:
             now_held += total * held
             now_squares += squares * held * held
             for i in range(min(cap, last), next_cap, -1):
-                share, horizon = 1.0 if shares is None else shares[i], HORIZONS[i]
-                expected[i] += share * (now + count * horizon)
+                share, horizon = shares[i], horizons[i]
+                grown = count * horizon
+                expected[i] += share * (now + grown)
                 if share < 1.0:
-                    spread = now_squares + 2 * horizon * now_held + count * horizon * horizon
+                    spread = now_squares + 2 * horizon * now_held + grown * horizon
                     variance[i] += share * (1.0 - share) * spread
 
     def add(self, shares: tuple[float, ...] | None, sequence: Sequence) -> None:
