@@ -18,6 +18,7 @@ rm -f build/sanitize/package/ropeway/_native*.so
 cp build/sanitize/_native*.so build/sanitize/package/ropeway/
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 
+# What is found is written to the process's stderr, which pytest would otherwise keep (--capture=sys) and lose with it.
 # The interpreter's own allocator would hide the ends of its blocks, and what it keeps to the end is no leak of ours.
 compiler="${CXX:-g++}"
 tests=("$@")
@@ -27,4 +28,4 @@ tests=("$@")
 exec env LD_PRELOAD="$("$compiler" -print-file-name=libasan.so):$("$compiler" -print-file-name=libubsan.so)" \
   PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   PYTHONPATH="$PWD/build/sanitize/package:$site" \
-  "$python" -S -m pytest -p no:cacheprovider --timeout 1800 "${tests[@]}"
+  "$python" -S -m pytest --capture=sys -p no:cacheprovider --timeout 1800 "${tests[@]}"
