@@ -186,7 +186,8 @@ def test_out_of_memory_at_start(tiny_model_path: Path) -> None:
 
 
 def test_small_pool_warns_and_serves(tiny_model_path: Path) -> None:
-    with RunningServer(tiny_model_path, *ENGINE_FLAGS, *SMALL_POOL, "--backend", "native") as server:
+    flags = ("--backend", "native", "--admission", "optimistic")
+    with RunningServer(tiny_model_path, *ENGINE_FLAGS, *SMALL_POOL, *flags) as server:
         assert "the effective context is 128" in server.log()
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 128
         body = {**LONG, "max_tokens": 120, "n": 3}

@@ -85,7 +85,11 @@ def measure(
         differences.append(served["a"] - served["b"])
     assert scheduler.stats().num_recomputed_tokens == 0
     longest_prompt = max(prompt for shapes in lengths.values() for prompt, _ in shapes)
-    bound = 2 * max(PREFILL_COST * longest_prompt, DECODE_COST * most_running) / min(weights.values(), default=1.0)
+    bound = (
+        2
+        * max(PREFILL_COST * longest_prompt, DECODE_COST * most_running)
+        / min(weights.get(tenant, 1.0) for tenant in "ab")
+    )
     return Gap(max(differences) - min(differences), bound)
 
 

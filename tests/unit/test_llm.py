@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -366,10 +367,11 @@ async def until_idle(llm: AsyncLLM) -> None:
 
 async def _stream_and_leave(llm: AsyncLLM) -> None:
     async with llm:
-        params = SamplingParams(max_tokens=30, n=2, ignore_eos=True)
-        async for output in llm.generate("a prompt that is long enough for some blocks " * 3, params):
-            if len(output.outputs[0].token_ids) > 5:
-                break
+        params = SamplingParams(max_tokens=100, n=2, ignore_eos=True)
+        async with contextlib.aclosing(llm.generate("long enough for some blocks " * 3, params)) as outputs:
+            async for output in outputs:
+                if len(output.outputs[0].token_ids) > 5:
+                    break
         await asyncio.gather(*(_read(llm, f"prompt {i}") for i in range(4)))
 
 
