@@ -156,6 +156,7 @@ def test_tokens_are_counted_as_they_are_used(claude: Anthropic) -> None:
         ({"system": [{"type": "image"}]}, "system.0 is of type 'image'"),
         ({"system": [3]}, "system"),
         ({"stop_sequences": [""]}, "stop"),
+        ({"metadata": {"user_id": "x" * 600}}, "user has 600 characters"),
         ({"nonsense": 1}, "unknown field 'nonsense'"),
     ],
 )

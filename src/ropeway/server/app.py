@@ -24,10 +24,10 @@ from ropeway.server.formats import ChatFormat, CompletionFormat
 from ropeway.server.health_watch import HealthWatch
 from ropeway.server.messages import MessageAnswer
 from ropeway.server.messages_body import (
+    INERT_MESSAGES_FIELDS,
     REFUSED_MESSAGES_FIELDS,
     CountTokensBody,
     MessagesBody,
-    without_inert_fields,
 )
 from ropeway.server.openai import CompletionAnswer, check_served, encode_chat, start_chat, start_completion
 from ropeway.server.operations import health_routes, operation_routes
@@ -41,6 +41,7 @@ from ropeway.server.protocol import (
 from ropeway.server.reading import read_json
 from ropeway.server.request_book import RequestBook
 from ropeway.server.request_ids import RequestIds
+from ropeway.server.response_routes import response_routes
 from ropeway.server.tenants import KeyRing
 from ropeway.server.token_routes import token_routes
 
@@ -63,6 +64,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
     app = Starlette(
         routes=[
             *_generation_routes(llm, config, book),
+            *response_routes(llm, config, book),
             *_model_routes(llm),
             *token_routes(llm, config),
             *health_routes(llm, config),
@@ -99,14 +101,14 @@ def _generation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -
         return await sender.send(request, generation, answer, is_streamed=bool(body.stream))
 
     async def messages(request: Request) -> Response:
-        fields = without_inert_fields(await read_json(request, config.max_body_bytes))
-        body = parse_body(MessagesBody, fields, REFUSED_MESSAGES_FIELDS)
+        fields = await read_json(request, config.max_body_bytes)
+        body = parse_body(MessagesBody, fields, REFUSED_MESSAGES_FIELDS, INERT_MESSAGES_FIELDS)
         generation = await start_chat(llm, body.chat_body(), caller_of(request), id_prefix="msg_")
         return await sender.send(request, generation, MessageAnswer(generation), is_streamed=bool(body.stream))
 
     async def count_tokens(request: Request) -> Response:
-        fields = without_inert_fields(await read_json(request, config.max_body_bytes))
-        body = parse_body(CountTokensBody, fields, REFUSED_MESSAGES_FIELDS)
+        fields = await read_json(request, config.max_body_bytes)
+        body = parse_body(CountTokensBody, fields, REFUSED_MESSAGES_FIELDS, INERT_MESSAGES_FIELDS)
         encoded = await encode_chat(llm, body.chat_body())
         return json_response({"input_tokens": len(encoded.token_ids)})
 

@@ -90,13 +90,6 @@ class MessagesBody(CountTokensBody):
         return super().chat_body().model_copy(update=sampling)
 
 
-def without_inert_fields(fields: object) -> object:
-    """A body without what changes no answer here."""
-    if not isinstance(fields, dict):
-        return fields
-    return {name: value for name, value in fields.items() if name not in INERT_MESSAGES_FIELDS}
-
-
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[ChatMessage]:
     if not system:
         return []

@@ -11,12 +11,15 @@ from ropeway._version import __version__
 from ropeway.server.bodies import AbortBody, DetokenizeBody, TokenizeBody
 from ropeway.server.messages_body import CountTokensBody, MessagesBody
 from ropeway.server.protocol import ChatBody, CompletionBody
+from ropeway.server.responses_body import ResponsesBody
 
 _POSTS: dict[str, tuple[str, type[BaseModel] | None]] = {
     "/v1/completions": ("Completes a prompt, or several", CompletionBody),
     "/v1/chat/completions": ("Answers a conversation", ChatBody),
     "/v1/messages": ("Answers a conversation, in Anthropic's shape", MessagesBody),
     "/v1/messages/count_tokens": ("The length of a conversation in tokens, in Anthropic's shape", CountTokensBody),
+    "/v1/responses": ("Answers an input, and keeps the conversation", ResponsesBody),
+    "/v1/responses/{response_id}/cancel": ("Ends a response that is in progress", None),
     "/tokenize": ("The tokens of a prompt, or of a conversation", TokenizeBody),
     "/detokenize": ("The text of tokens", DetokenizeBody),
     "/abort_requests": ("Ends requests, whoever's they are", AbortBody),
@@ -26,6 +29,7 @@ _POSTS: dict[str, tuple[str, type[BaseModel] | None]] = {
 _GETS = {
     "/v1/models": "The names that requests may give",
     "/v1/models/{model_id}": "One of them",
+    "/v1/responses/{response_id}": "A stored response",
     "/v1/requests/{request_id}": "What has become of a request: by the id of its answer, or its x-request-id",
     "/health": "Whether the engine makes progress",
     "/ping": "The same as /health",
@@ -42,6 +46,8 @@ def openapi_document() -> dict[str, object]:
     schemas: dict[str, object] = {}
     paths = {path: {"post": _post(path, summary, body, schemas)} for path, (summary, body) in _POSTS.items()}
     paths |= {path: {"get": _operation(path, summary)} for path, summary in _GETS.items()}
+    stored = "/v1/responses/{response_id}"
+    paths[stored]["delete"] = _operation(stored, "Forgets a stored response")
     return {
         "openapi": "3.1.0",
         "info": {"title": "Ropeway", "version": __version__},

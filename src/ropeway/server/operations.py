@@ -68,7 +68,7 @@ def operation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -> 
         return json_response({"status": "resumed"})
 
     async def abort_requests(request: Request) -> Response:
-        body = parse_body(AbortBody, await read_json(request, config.max_body_bytes), {})
+        body = parse_body(AbortBody, await read_json(request, config.max_body_bytes), {}, ())
         if bool(body.abort_all) == (body.request_ids is not None):
             raise InvalidRequestError("give either request_ids or abort_all", param="request_ids")
         names = [body.request_ids] if isinstance(body.request_ids, str) else body.request_ids

@@ -6,7 +6,7 @@ field is unknown and refused too, as a misspelt one would be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -292,7 +292,12 @@ def conversation_of(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse_body(kind: type[Body], fields: object, refused: Mapping[str, tuple[object, ...]]) -> Body:
+def parse_body(
+    kind: type[Body],
+    fields: object,
+    refused: Mapping[str, tuple[object, ...]],
+    inert: Collection[str] = INERT_FIELDS,
+) -> Body:
     """A validated body from decoded JSON. Raises InvalidRequestError or UnsupportedFieldError naming the field."""
     if not isinstance(fields, dict):
         raise InvalidRequestError(f"the body must be a JSON object, not {_json_type(fields)}")
@@ -303,7 +308,7 @@ def parse_body(kind: type[Body], fields: object, refused: Mapping[str, tuple[obj
                 raise UnsupportedFieldError(
                     f"{name} is not supported and would change the answer; leave it out", param=name
                 )
-        elif name not in INERT_FIELDS:
+        elif name not in inert:
             kept[name] = value
     try:
         return kind.model_validate(kept)

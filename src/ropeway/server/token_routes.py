@@ -25,7 +25,7 @@ def token_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
-        body = parse_body(TokenizeBody, fields, REFUSED_TOKENIZE_FIELDS)
+        body = parse_body(TokenizeBody, fields, REFUSED_TOKENIZE_FIELDS, ())
         _check_model(llm, body.model)
         token_ids = await _token_ids(llm, body)
         texts = [token_text(tokenizer, token_id) for token_id in token_ids] if body.return_token_strs else None
@@ -39,7 +39,7 @@ def token_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
         )
 
     async def detokenize(request: Request) -> Response:
-        body = parse_body(DetokenizeBody, await read_json(request, config.max_body_bytes), {})
+        body = parse_body(DetokenizeBody, await read_json(request, config.max_body_bytes), {}, ())
         _check_model(llm, body.model)
         if not all(0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
             wrong = next(token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size)
