@@ -106,6 +106,30 @@ def test_an_eventful_schedule_is_rebuilt(batching: str, has_prefix_cache: bool) 
     assert bool(stats.num_prefix_hits) == has_prefix_cache
 
 
+def test_requests_that_run_out_of_time_in_a_pause_leave_the_replay_exact() -> None:
+    records: list[Record] = []
+    clock, lengths = VirtualClock(1_000.0), AnswerLengths()
+    recorder = DecisionRecorder(records.append, b"key")
+    scheduler = RECIPE.make(RecordingHasher(RECIPE.block_size, recorder.note_hash))
+    engine = Engine(scheduler, _SometimesFailing(clock, TWO_CORES, lengths), clock, recorder)
+    draw = random.Random(5)
+    for arrival in arrivals(12, draw):
+        lengths.script(arrival.request.request_id, arrival.num_output_tokens)
+        engine.submit(replace(arrival.request, terms=ServiceTerms(timeout_s=4.0, tenant=arrival.request.terms.tenant)))
+    for _ in range(3):
+        engine.step()
+    clock.wait_until(clock() + 5.0)  # paused: nothing is planned
+    expired = engine.expire()
+    assert expired and all(event.timeout == "request" and event.finish_reason == "error" for event in expired)
+    lengths.script("after", 10)
+    engine.submit(replace(arrivals(1, draw)[0].request, request_id="after"))
+    while engine.has_work:
+        engine.step()
+    encoder = LogEncoder()
+    data = b"".join([encoder.header(RECIPE.to_values()), *map(encoder.encode, records)])
+    assert [replayed.record for replayed in Replay(DecisionLog(data)).run()] == records
+
+
 @pytest.mark.parametrize("targets", [{}, {"objective": "latency"}, {"slo_tpot_s": 0.03, "slo_ttft_s": 20.0}])
 def test_a_schedule_paced_and_predicted_is_rebuilt(targets: dict[str, float]) -> None:
     costs = {"step_fixed_s": 4e-3, "step_token_s": 2e-3, "step_later_token_s": 1e-3, "step_pair_s": 1e-7}

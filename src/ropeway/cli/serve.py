@@ -32,8 +32,8 @@ def add_parser(subparsers: Any) -> None:
     """Adds `serve`."""
     parser = subparsers.add_parser(
         "serve",
-        help="serve a model over HTTP, OpenAI-compatible",
-        description="Serves a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
+        help="serve a model over HTTP, to clients of OpenAI and Anthropic",
+        description="Serves a model over HTTP to clients of OpenAI and Anthropic; GET /docs lists every path.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run_serve)
