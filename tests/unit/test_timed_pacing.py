@@ -222,7 +222,7 @@ def test_a_ttft_target_stretches_steps_as_far_as_the_line_needs() -> None:
         while drive.scheduler.stats().num_waiting or any(n > 1 for n in drive.steps[-1][0].num_tokens):
             drive.step()
         waits_s[ttft_s] = drive.now_s - begin_s
-    assert waits_s[1.2] < 1.2 < waits_s[None]
+    assert waits_s[1.2] < 1.2 and waits_s[1.2] < 0.9 * waits_s[None], waits_s
 
 
 @pytest.mark.parametrize("targets", [{"max_num_tokens": 0}, {"ttft_s": 0.0}, {"tpot_s": -1.0}])

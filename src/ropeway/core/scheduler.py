@@ -337,8 +337,14 @@ class Scheduler:
         first = self._line.first()
         longest_wait_s = 0.0 if first is None else now_s - first.arrival_s
         num_queued_tokens = self._roster.num_queued_tokens
+        num_places = max(0, self._max_num_running - builder.num_rows)
         return StepLoad(
-            builder.num_rows, builder.num_context_tokens, num_prefilling_tokens, num_queued_tokens, longest_wait_s
+            num_rows=builder.num_rows,
+            num_context_tokens=builder.num_context_tokens,
+            num_prefilling_tokens=num_prefilling_tokens,
+            num_queued_tokens=num_queued_tokens,
+            longest_wait_s=longest_wait_s,
+            num_prompts=min(num_places, len(prefilling) + len(self._line)),
         )
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
