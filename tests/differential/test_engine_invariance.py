@@ -39,7 +39,7 @@ class Setting:
     token_budget: int = 2048
     num_kv_blocks: int = AMPLE_BLOCKS
     num_threads: int = 2
-    num_requests: int = 64
+    num_requests: int = 24
     has_prefix_cache: bool = False
     num_rounds: int = 1  # of the same requests, one round after the other
 
@@ -47,19 +47,17 @@ class Setting:
 SETTINGS = {
     "batches-of-2": Setting(num_at_once=2),
     "batches-of-7": Setting(num_at_once=7, num_threads=1),
-    "batches-of-64": Setting(),
+    "batches-of-64": Setting(num_requests=64),
     "one-thread": Setting(num_threads=1),
     "chunks-of-16": Setting(num_at_once=16, token_budget=16),
     "chunks-of-64": Setting(token_budget=64),
     "chunks-of-512": Setting(token_budget=512),
-    "preempted": Setting(num_kv_blocks=41),
+    "preempted": Setting(num_kv_blocks=41, num_requests=64),
     "preempted-in-chunks": Setting(token_budget=96, num_kv_blocks=37, num_threads=1),
-    "cached": Setting(num_requests=24, has_prefix_cache=True, num_rounds=2),
-    "cached-in-chunks": Setting(token_budget=48, num_requests=24, has_prefix_cache=True, num_rounds=2, num_threads=1),
-    "cached-evicted": Setting(num_at_once=3, num_kv_blocks=47, num_requests=24, has_prefix_cache=True, num_rounds=2),
-    "cached-preempted": Setting(
-        token_budget=96, num_kv_blocks=41, num_requests=24, has_prefix_cache=True, num_rounds=2
-    ),
+    "cached": Setting(has_prefix_cache=True, num_rounds=2),
+    "cached-in-chunks": Setting(token_budget=48, has_prefix_cache=True, num_rounds=2, num_threads=1),
+    "cached-evicted": Setting(num_at_once=3, num_kv_blocks=47, has_prefix_cache=True, num_rounds=2),
+    "cached-preempted": Setting(token_budget=96, num_kv_blocks=41, has_prefix_cache=True, num_rounds=2),
 }
 
 
