@@ -20,9 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from harness.results import ROOT, markdown_table, new_document, result_path, save, spread
+from harness.results import ROOT, markdown_table, open_document, save, spread
 from ropeway.backends.batch import Backend
 from ropeway.bench.load import RequestRecord, Run
 from ropeway.bench.plot import Panel, Series, render_svg
@@ -132,19 +130,15 @@ class Bench:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Every (sigma, seed, mode) that the result file does not hold yet."""
     bench = Bench(args)
-    if args.resume is not None:
-        document, path = orjson.loads(args.resume.read_bytes()), args.resume
-    else:
-        options = {
-            "num_requests": args.num_requests,
-            "max_num_seqs": args.max_num_seqs,
-            "max_num_batched_tokens": bench.facts.max_num_batched_tokens,
-            "num_kv_blocks": bench.facts.num_kv_blocks,
-            "mean_output_tokens": MEAN_OUTPUT,
-            "max_output_tokens": MAX_OUTPUT,
-        }
-        document = new_document("batching", options) | {"runs": []}
-        path = result_path(document)
+    options = {
+        "num_requests": args.num_requests,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": bench.facts.max_num_batched_tokens,
+        "num_kv_blocks": bench.facts.num_kv_blocks,
+        "mean_output_tokens": MEAN_OUTPUT,
+        "max_output_tokens": MAX_OUTPUT,
+    }
+    document, path = open_document(args.resume, "batching", options, "runs")
     done = {(item["sigma"], item["seed"], item["mode"]) for item in document["runs"]}
     bench.measure("continuous", requests_for(0.0, 4, 2**31, bench.vocab_size))  # warm caches and pages
     plan = [

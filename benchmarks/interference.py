@@ -21,9 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from harness.results import new_document, result_path, save
+from harness.results import open_document, save
 from ropeway.calibration import calibrate_step_costs
 from ropeway.catalog import DEFAULT_MODEL
 from ropeway.config import EngineConfig
@@ -155,18 +153,14 @@ def undisturbed(engine: Engine) -> list[float]:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Every (round, number running) that the result file does not hold yet."""
     bench = Bench(args)
-    if args.resume is not None:
-        document, path = orjson.loads(args.resume.read_bytes()), args.resume
-    else:
-        options = {
-            "objective": args.objective,
-            "prompt_lengths": bench.lengths,
-            "counts": list(args.counts),
-            "seed": args.seed,
-            "step_costs": asdict(bench.costs),
-        }
-        document = new_document("interference", options) | {"runs": []}
-        path = result_path(document)
+    options = {
+        "objective": args.objective,
+        "prompt_lengths": bench.lengths,
+        "counts": list(args.counts),
+        "seed": args.seed,
+        "step_costs": asdict(bench.costs),
+    }
+    document, path = open_document(args.resume, "interference", options, "runs")
     done = {(item["round"], item["num_running"]) for item in document["runs"]}
     print("round  running  undisturbed ms  p50 ms   p99 ms  p99 ratio  prompt tok/s   alone  ratio", flush=True)
     for number in range(args.rounds):

@@ -27,7 +27,7 @@ import orjson
 import uvloop
 
 from harness.processes import CpuTimes, cpu_s_of, free_port, running_server
-from harness.results import ROOT, markdown_table, new_document, result_path, save
+from harness.results import ROOT, markdown_table, open_document, save
 from harness.rows import VOCAB_SIZE
 from ropeway.bench.client import Client, Endpoint
 from ropeway.bench.load import LoadOptions, run_load
@@ -285,13 +285,9 @@ def format_figures(runs: Sequence[dict[str, Any]]) -> str:
 
 def run_all(args: argparse.Namespace, perform: Callable[..., dict[str, Any]] = perform) -> int:
     """Whatever is missing of the plan; 0, or 1 where a target is missed."""
-    if args.resume is not None:
-        document, path = orjson.loads(args.resume.read_bytes()), args.resume
-    else:
-        options = {"seeds": args.seeds, "num_requests": args.num_requests, "num_threads": args.num_threads}
-        options |= {"max_num_batched_tokens": args.max_num_batched_tokens}
-        document = new_document("overheads", options) | {"runs": []}
-        path = result_path(document)
+    options = {"seeds": args.seeds, "num_requests": args.num_requests, "num_threads": args.num_threads}
+    options |= {"max_num_batched_tokens": args.max_num_batched_tokens}
+    document, path = open_document(args.resume, "overheads", options, "runs")
     runs: list[dict[str, Any]] = document["runs"]
     done = {(run["kind"], run["concurrency"], run["seed"]) for run in runs}
     waiting = [each for each in planned(args) if each not in done]

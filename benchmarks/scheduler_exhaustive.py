@@ -13,9 +13,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import orjson
-
-from harness.results import new_document, result_path, save
+from harness.results import open_document, save
 from support.exhaustive import BLOCK_SIZE, NUM_BLOCKS, NUM_SEQUENCES, Arrival, Walk, walk
 from support.schedulers import ADMISSIONS, POLICIES
 
@@ -34,9 +32,8 @@ def main() -> None:
         "max_num_seqs": MAX_NUM_SEQS,
         "arrivals": [asdict(arrival) for arrival in ARRIVALS],
     }
-    document = orjson.loads(args.resume.read_bytes()) if args.resume else new_document("scheduler-exhaustive", options)
-    path = args.resume or result_path(document)
-    walks = document.setdefault("walks", [])
+    document, path = open_document(args.resume, "scheduler-exhaustive", options, "walks")
+    walks = document["walks"]
     done = {(each["policy"], each["admission"]) for each in walks}
     print(f"{'policy':>17} {'admission':>22} {'states':>9} {'transitions':>12} {'ends':>7} {'longest':>8} {'s':>7}")
     for policy, make_policy in POLICIES.items():

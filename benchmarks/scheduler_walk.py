@@ -17,9 +17,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from harness.results import new_document, result_path, save
+from harness.results import open_document, save
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
@@ -179,10 +177,9 @@ def main() -> None:
         print(run_leg(args.seed, args.leg))
         return
     options = {"num_steps": args.steps, "seed": args.seed, "leg_steps": LEG_STEPS, "episode_steps": EPISODE_STEPS}
-    document = orjson.loads(args.resume.read_bytes()) if args.resume else new_document("scheduler-walk", options)
+    document, path = open_document(args.resume, "scheduler-walk", options, "legs")
     options = document["options"]
-    path = args.resume or result_path(document)
-    legs = document.setdefault("legs", [])
+    legs = document["legs"]
     done = {each["leg"] for each in legs}
     numbers = [n for n in range(-(-options["num_steps"] // LEG_STEPS)) if n not in done]
     start_s = time.monotonic()

@@ -62,6 +62,16 @@ def result_path(document: dict[str, Any]) -> Path:
     return RESULTS / f"{document['benchmark']}-{date}-{document['commit'][:8]}.json"
 
 
+def open_document(
+    resume: Path | None, benchmark: str, options: dict[str, Any], entries: str
+) -> tuple[dict[str, Any], Path]:
+    """The document that is resumed, or a new one with an empty list of `entries`; and where it is saved."""
+    if resume is not None:
+        return orjson.loads(resume.read_bytes()), resume
+    document = new_document(benchmark, options) | {entries: []}
+    return document, result_path(document)
+
+
 def save(path: Path, document: dict[str, Any]) -> None:
     """Replaces the file in one step, so that an interrupted run leaves the last whole state to resume from."""
     path.parent.mkdir(parents=True, exist_ok=True)

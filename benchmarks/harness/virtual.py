@@ -13,9 +13,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from harness.results import new_document, result_path, save
+from harness import results
+from harness.results import save
 from ropeway.sim.cost_model import CostModel
 from ropeway.sim.simulator import Passage
 
@@ -34,10 +33,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 def open_document(args: argparse.Namespace, benchmark: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """The document that is resumed, or a new one; and where it is saved."""
-    if args.resume is not None:
-        return orjson.loads(args.resume.read_bytes()), args.resume
-    document = new_document(benchmark, {"seed": args.seed, **options}) | {"points": []}
-    return document, result_path(document)
+    return results.open_document(args.resume, benchmark, {"seed": args.seed, **options}, "points")
 
 
 def run_points(

@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 import overheads
+from harness import results
 from ropeway.bench.workload import BenchRequest
 
 RUN = {
@@ -37,7 +38,7 @@ def test_runs_alternate_and_targets_are_judged_by_the_median(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "overheads.json"
-    monkeypatch.setattr(overheads, "result_path", lambda document: path)
+    monkeypatch.setattr(results, "result_path", lambda document: path)
     assert overheads.run_all(arguments(), perform) == 1, "the third start of five takes 3 s, and a busy core costs more"
     document = orjson.loads(path.read_bytes())
     assert len(document["runs"]) == 5 + 3 * 5
@@ -59,7 +60,7 @@ def test_runs_alternate_and_targets_are_judged_by_the_median(
 
 def test_resuming_does_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "overheads.json"
-    monkeypatch.setattr(overheads, "result_path", lambda document: path)
+    monkeypatch.setattr(results, "result_path", lambda document: path)
     overheads.run_all(arguments(seeds=[0], parts=["throughput"]), perform)
     done: list[int] = []
 

@@ -94,10 +94,6 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def holds_blocks(self) -> bool:
-        return self.state in (SequenceState.RUNNING, SequenceState.RETAINED)
-
-    @property
     def may_stop(self) -> bool:
         """Whether the last token, as an id that ends the sequence, does so: only after min_tokens others.
 
