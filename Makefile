@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test sanitize lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas \
+.PHONY: help setup serve test sanitize lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas evidence-fuzz \
 	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay invariance wheel clean
 .DEFAULT_GOAL := help
 
@@ -76,6 +76,11 @@ evidence-exhaustive: ## every state of three sequences and six blocks, under eve
 evidence-scheduler-walk: ## five million random steps of the scheduler, checked at every one (under an hour; resumes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/scheduler_walk.py $(ARGS)
+
+evidence-fuzz: ## 100,000 fuzzed bodies to every POST endpoint: no 5xx, nothing left behind (under half an hour; resumes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/fuzz_server.py $(ARGS)
+
 evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonschema (about 2 minutes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemas.py $(ARGS)

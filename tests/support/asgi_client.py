@@ -1,0 +1,88 @@
+"""Calls an ASGI application in this process, without sockets: the application's own code and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ropeway.llm import AsyncLLM
+from ropeway.server.app import create_app
+from ropeway.server.config import ServerConfig
+from ropeway.server.tenants import KeyRing
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back: the whole body, whether it was streamed or not."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class AsgiClient:
+    """Sends requests to an application."""
+
+    def __init__(self, app: Any, llm: AsyncLLM) -> None:
+        self._app = app
+        self.llm = llm
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        """The answer to a JSON body. Raises what the application lets through: a server would answer 500."""
+        return await self._ask("POST", path, body)
+
+    async def get(self, path: str) -> Answer:
+        return await self._ask("GET", path, b"")
+
+    async def _ask(self, method: str, path: str, body: bytes) -> Answer:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"host", b"test"),
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ],
+            "client": ("test", 1),
+            "server": ("test", 80),
+        }
+        is_read, never = False, asyncio.Event()
+        start: dict[str, Any] = {}
+        parts: list[bytes] = []
+
+        async def receive() -> dict[str, Any]:
+            nonlocal is_read
+            if is_read:
+                await never.wait()  # the client stays
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            else:
+                parts.append(message.get("body", b""))
+
+        await self._app(scope, receive, send)
+        headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+        return Answer(start["status"], headers, b"".join(parts))
+
+
+@asynccontextmanager
+async def running_app(model: Path, config: ServerConfig | None = None, **options: object) -> AsyncIterator[AsgiClient]:
+    """The application on a model, its engine running, without keys. options: the fields of `EngineConfig`."""
+    llm = AsyncLLM(model, **options)
+    app = create_app(llm, config or ServerConfig(), KeyRing({}, None))
+    async with app.router.lifespan_context(app):
+        yield AsgiClient(app, llm)
