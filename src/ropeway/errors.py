@@ -12,6 +12,7 @@
     ├── ModelFileError             the model file is truncated, corrupt, hostile or not a model
     │   └── UnsupportedModelError  well-formed, but an architecture, tensor type or tokenizer we do not have
     ├── ModelFetchError            a named model is neither cached nor obtainable
+    ├── BatchStoreError            files and batches cannot be kept                       (HTTP 503)
     ├── DecisionLogError           a decision log is of another version, damaged, or no log at all
     ├── ConfigError                an option or a combination of options is wrong
     │   └── OutOfMemoryError       what was asked for does not fit this machine's memory
@@ -77,6 +78,10 @@ class UnsupportedModelError(ModelFileError):
 
 class ModelFetchError(RopewayError):
     """A named model is neither in the cache nor obtainable now."""
+
+
+class BatchStoreError(RopewayError):
+    """Files and batches cannot be kept where they should be, or not now."""
 
 
 class DecisionLogError(RopewayError):

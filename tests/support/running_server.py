@@ -23,10 +23,11 @@ class RunningServer:
     """Starts on `with`, is ready inside, is ended after; `url` is http://127.0.0.1:PORT."""
 
     def __init__(self, model: Path, *flags: str) -> None:
-        self._command = [sys.executable, "-m", "ropeway", "serve", str(model), "--port", "0", *flags]
+        keeping = () if {"--batch-dir", "--no-batches"} & set(flags) else ("--no-batches",)
+        self._command = [sys.executable, "-m", "ropeway", "serve", str(model), "--port", "0", *keeping, *flags]
         self.url = ""
-        has_admin_key = "--admin-api-key" in flags
-        self._admin_key = flags[flags.index("--admin-api-key") + 1] if has_admin_key else None
+        self._flags = flags
+        self._admin_key = self.flag("--admin-api-key") if "--admin-api-key" in flags else None
 
     def __enter__(self) -> RunningServer:
         self._log = tempfile.TemporaryFile("w+")
@@ -61,6 +62,10 @@ class RunningServer:
         assert self.process.stdout is not None
         self.process.stdout.close()
         self._log.close()
+
+    def flag(self, name: str) -> str:
+        """The value that a flag was given."""
+        return self._flags[self._flags.index(name) + 1]
 
     def log(self) -> str:
         """What it wrote to stderr so far."""

@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "text": set(),
     "model": set(),
+    "batch": set(),
     "backends": {"model", "_native"},
     "machine_limits": {"_native"},
     "engine.runner": {"core", "backends", "engine.prompt_scores", "engine.token_lists", "engine.grammar_masks"},
@@ -36,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "machine_limits",
     },
     "server": {
-        "core", "text", "engine", "config", "llm", "catalog", "inputs", "outputs", "machine_limits", "_version",
+        "core", "text", "engine", "batch", "config", "llm", "catalog", "inputs", "outputs", "machine_limits",
+        "_version",
     },
     "bench": {
         "core", "text", "engine", "config", "llm", "catalog", "backends", "model", "inputs", "outputs", "server",
@@ -44,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "sim": {"core", "engine"},
     "cli": {
-        "core", "text", "engine", "config", "llm", "catalog", "server", "bench", "model", "backends", "inputs",
+        "core", "text", "engine", "batch", "config", "llm", "catalog", "server", "bench", "model", "backends", "inputs",
         "outputs", "sim", "_version",
     },
     "__main__": {"cli"},

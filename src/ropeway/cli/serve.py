@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +60,13 @@ def add_parser(subparsers: Any) -> None:
         "after SIGTERM or SIGINT, seconds; default: 30; then they are aborted; a second signal ends all")  # fmt: skip
     add("--health-timeout", type=float, default=30.0, metavar="SECONDS", help="/health turns red when there is work "
         "and no step has ended for this long, seconds; default: 30")  # fmt: skip
+    batches = group.add_mutually_exclusive_group()
+    batches.add_argument("--batch-dir", type=Path, metavar="DIR", help="where /v1/files and /v1/batches are kept, for "
+        "one server at a time; default: ropeway/batches in the user's data directory")  # fmt: skip
+    batches.add_argument("--no-batches", action="store_true", help="keep none, and refuse those endpoints")
+    add("--max-batch-file-size", default="200M", metavar="SIZE", help="largest file that is uploaded; default: 200M")
+    add("--max-batch-storage", default="10G", metavar="SIZE", help="what all files together may take; default: 10G; "
+        "then uploads are refused")  # fmt: skip
     add("--access-log", action="store_true", help="log a line per request; default: off")
     add_engine_arguments(parser)
 
@@ -91,6 +99,9 @@ def run_serve(args: argparse.Namespace) -> int:
         shutdown_timeout_s=args.shutdown_timeout,
         stall_s=args.health_timeout,
         has_access_log=args.access_log,
+        batch_dir=None if args.no_batches else args.batch_dir or default_batch_dir(),
+        max_batch_file_bytes=parse_bytes("--max-batch-file-size", args.max_batch_file_size),
+        max_batch_storage_bytes=parse_bytes("--max-batch-storage", args.max_batch_storage),
     )
     with bind(args.host, args.port) as sock:
         resolve_model(args.model)  # a download can be interrupted here, on the main thread
@@ -111,6 +122,12 @@ def run_serve(args: argparse.Namespace) -> int:
         finally:
             gc.unfreeze()  # at exit the native parts are freed with the cycles that hold them
     return 0 if is_orderly else 1
+
+
+def default_batch_dir() -> Path:
+    """Where batches are kept unless told otherwise: in the user's data directory."""
+    data_home = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(data_home) if os.path.isabs(data_home) else Path.home() / ".local" / "share") / "ropeway" / "batches"
 
 
 def _pacing_line(facts: EngineFacts) -> str:

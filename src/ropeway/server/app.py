@@ -18,9 +18,12 @@ from ropeway.errors import RopewayError
 from ropeway.llm import AsyncLLM
 from ropeway.server.access import AccessGuard, caller_of
 from ropeway.server.answering import CLIENT_CLOSED_REQUEST, AnswerSender
+from ropeway.server.batch_routes import batch_routes
+from ropeway.server.batch_service import BatchService
 from ropeway.server.config import ServerConfig
+from ropeway.server.endpoints import start_chat_completions, start_completions
 from ropeway.server.errors import JSON, anthropic_error_json, error_json, error_response, is_anthropic, json_response
-from ropeway.server.formats import ChatFormat, CompletionFormat
+from ropeway.server.file_routes import file_routes
 from ropeway.server.health_watch import HealthWatch
 from ropeway.server.messages import MessageAnswer
 from ropeway.server.messages_body import (
@@ -29,15 +32,9 @@ from ropeway.server.messages_body import (
     CountTokensBody,
     MessagesBody,
 )
-from ropeway.server.openai import CompletionAnswer, check_served, encode_chat, start_chat, start_completion
+from ropeway.server.openai import check_served, encode_chat, start_chat
 from ropeway.server.operations import health_routes, operation_routes
-from ropeway.server.protocol import (
-    REFUSED_CHAT_FIELDS,
-    REFUSED_COMPLETION_FIELDS,
-    ChatBody,
-    CompletionBody,
-    parse_body,
-)
+from ropeway.server.protocol import parse_body
 from ropeway.server.reading import read_json
 from ropeway.server.request_book import RequestBook
 from ropeway.server.request_ids import RequestIds
@@ -52,19 +49,24 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
     """The ASGI application. Its lifespan starts the engine and shuts it down."""
 
     book = RequestBook(llm.engine)
+    batches = BatchService(llm, config, keys)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> Any:
         llm.start()
+        await batches.start()
         watching = asyncio.create_task(HealthWatch(llm.engine, config.stall_s).run())
         yield
         watching.cancel()
+        await batches.close()
         await llm.shutdown(0.0)
 
     app = Starlette(
         routes=[
             *_generation_routes(llm, config, book),
             *response_routes(llm, config, book),
+            *file_routes(batches, config),
+            *batch_routes(batches, config, llm.facts.served_model_names[0]),
             *_model_routes(llm),
             *token_routes(llm, config),
             *health_routes(llm, config),
@@ -88,17 +90,13 @@ def _generation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -
 
     async def completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
-        body = parse_body(CompletionBody, fields, REFUSED_COMPLETION_FIELDS)
-        generation = await start_completion(llm, body, caller_of(request))
-        answer = CompletionAnswer(generation, CompletionFormat(llm.builder.tokenizer))
-        return await sender.send(request, generation, answer, is_streamed=bool(body.stream))
+        started = await start_completions(llm, fields, caller_of(request))
+        return await sender.send(request, started.generation, started.answer, is_streamed=started.is_streamed)
 
     async def chat_completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
-        body = parse_body(ChatBody, fields, REFUSED_CHAT_FIELDS)
-        generation = await start_chat(llm, body, caller_of(request))
-        answer = CompletionAnswer(generation, ChatFormat(llm.builder.tokenizer))
-        return await sender.send(request, generation, answer, is_streamed=bool(body.stream))
+        started = await start_chat_completions(llm, fields, caller_of(request))
+        return await sender.send(request, started.generation, started.answer, is_streamed=started.is_streamed)
 
     async def messages(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)

@@ -47,3 +47,15 @@ class AbortBody(BaseModel):
 
     request_ids: str | list[str] | None = Field(None, description="Ids of answers, or x-request-ids of their clients.")
     abort_all: bool | None = None
+
+
+class BatchBody(BaseModel):
+    """POST /v1/batches."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    input_file_id: str = Field(description="A file of purpose batch: a request per line.")
+    endpoint: str = Field(description="What every line asks for.")
+    completion_window: str = Field(description="24h: what is not answered by then never is.")
+    metadata: dict[str, str] | None = None
+    output_expires_after: dict[str, Any] | None = Field(None, description="anchor created_at, and seconds.")

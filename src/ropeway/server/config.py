@@ -17,7 +17,8 @@ class ServerConfig:
     they were read from, to be read again on SIGHUP. admin_api_key: operates the server. max_body_bytes: of one request.
     ping_s: a stream without a token yet gets a comment so often. shutdown_timeout_s: running requests may finish for
     this long. stall_s: /health is red after this long with work but
-    without a step. has_access_log: one line per request.
+    without a step. has_access_log: one line per request. batch_dir: where files and batches are kept; None keeps
+    none. max_batch_file_bytes: of one file that is uploaded. max_batch_storage_bytes: of all files together.
     """
 
     host: str = "127.0.0.1"
@@ -30,3 +31,6 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     stall_s: float = 30.0
     has_access_log: bool = False
+    batch_dir: Path | None = None
+    max_batch_file_bytes: int = 200 << 20
+    max_batch_storage_bytes: int = 10 << 30

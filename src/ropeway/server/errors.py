@@ -8,6 +8,7 @@ import orjson
 from starlette.responses import Response
 
 from ropeway.errors import (
+    BatchStoreError,
     EngineStoppedError,
     InvalidRequestError,
     OverloadedError,
@@ -38,6 +39,10 @@ class ForbiddenError(RopewayError):
     """The API key is not good for this."""
 
 
+class StorageFullError(BatchStoreError):
+    """The files that are kept take up all that they may."""
+
+
 # Error class -> (status, type, code); the first that matches decides.
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (BodyTooLargeError, 413, "invalid_request_error", "body_too_large"),
@@ -52,6 +57,8 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (OverloadedError, 503, "server_error", "overloaded"),
     (RequestTimeoutError, 504, "server_error", "timeout"),
     (EngineStoppedError, 503, "server_error", "engine_stopped"),
+    (StorageFullError, 507, "server_error", "storage_full"),
+    (BatchStoreError, 503, "server_error", "batches_unavailable"),
 )
 
 # After 413 the rest of a body may still be under way, and nobody wants it.

@@ -224,6 +224,10 @@ class KeyRing:
             caller.renew(terms)
         self._callers = callers
 
+    def weight_of(self, tenant: str) -> float:
+        """What its keys say; 1 where it has none now."""
+        return next((each.weight for each in self._callers.values() if each.tenant == tenant), 1.0)
+
     def caller(self, key: bytes) -> Caller | None:
         """Who has this key; None where nobody does."""
         digest = self._digest(key)
