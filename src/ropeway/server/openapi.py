@@ -52,6 +52,7 @@ _DELETES = {
 }
 _PAGED = {"/v1/files": ("after", "limit", "order", "purpose"), "/v1/batches": ("after", "limit")}
 _UPLOAD = {
+    "title": "Upload",
     "type": "object",
     "properties": {
         "file": {"type": "string", "format": "binary"},
@@ -75,7 +76,9 @@ def openapi_document() -> dict[str, object]:
     for path, names in _PAGED.items():
         query = [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in names]
         paths[path]["get"] = {**_operation(path, _GETS[path]), "parameters": query}
-    upload = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
+    schemas["Upload"] = _UPLOAD
+    reference = {"$ref": "#/components/schemas/Upload"}
+    upload = {"required": True, "content": {"multipart/form-data": {"schema": reference}}}
     paths["/v1/files"]["post"] = {**_operation("/v1/files", "Stores a file for a batch"), "requestBody": upload}
     return {
         "openapi": "3.1.0",

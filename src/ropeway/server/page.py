@@ -38,7 +38,8 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Ma
     body = operation.get("requestBody")
     if body is None:
         return f"{heading}<p>{escape(operation['summary'])}</p>"
-    name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+    (content,) = body["content"].values()
+    name = content["schema"]["$ref"].rsplit("/", 1)[1]
     return f"{heading}<p>{escape(operation['summary'])}</p>{_fields(schemas[name])}"
 
 
