@@ -85,6 +85,10 @@ evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonsc
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemas.py $(ARGS)
 
+evidence-batch-kills: ## batches whose server is killed 210 times: the same answers as undisturbed (under an hour; resumes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/batch_kills.py $(ARGS)
+
 evidence-no-collapse: ## a pool for a quarter of the load, three admissions at every concurrency limit (virtual time, under 5 minutes; ARGS=--real for a real point)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/no_collapse.py $(ARGS)
