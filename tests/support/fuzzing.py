@@ -38,7 +38,8 @@ _OTHERS: list[Any] = [
 ]  # fmt: skip
 _NAMES = [
     "n", "best_of", "suffix", "nonsense", "max_tokns", "tools", "functions", "thinking", "reasoning", "prompt",
-    "messages", "input", "stream", "stream_options", "logprobs", "guided_json", "__class__", "constructor", "", "é", "x" * 200,
+    "messages", "input", "stream", "stream_options", "logprobs", "guided_json", "__class__", "constructor", "", "é",
+    "x" * 200,
 ]  # fmt: skip
 
 
