@@ -75,6 +75,7 @@ RAW = [
     (b'{"prompt": "\\ud800"}', 400),
     (b"[" * 5000, 400),
     (b'{"prompt": "x", "prompt": ""}', 400),
+    (b'{"prompt": "x", "structured_outputs": {"two\\nlines\\u2028": 1}}', 400),
     (b'{"prompt": "' + b"x" * (70 << 10) + b'"}', 413),
 ]
 
@@ -129,7 +130,7 @@ def check_error(answer: httpx.Response, status: int, param: str | None, *, is_pa
     assert answer.headers["content-type"] == "application/json"
     error = json.loads(answer.content)["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"] and "\n" not in error["message"] and "Traceback" not in error["message"]
+    assert error["message"] and len(error["message"].splitlines()) == 1 and "Traceback" not in error["message"]
     assert error["type"] == "invalid_request_error"
     if is_param_checked:
         assert error["param"] == param

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import Int32Array, Int64Array, Samples, TokenMasks
+from ropeway.backends.batch import Int32Array, Int64Array, SampleBatch, Samples, TokenMasks
 
 
 class Grammars(Protocol):
@@ -87,3 +87,21 @@ class GrammarMasks:
                 del self._matchers[slot]
                 complete.append(row)
         return complete
+
+
+def with_masks(batch: SampleBatch, masks: TokenMasks) -> SampleBatch:
+    """The batch bound to grammars. Where a grammar allows nothing but banned tokens, that row's bans give way: what an
+    answer must be comes before what it should not hold, and a row with nothing to draw would fail.
+    """
+    if not len(batch.banned_ids):
+        return replace(batch, masks=masks)
+    starts, ends = batch.banned_indptr[masks.rows].tolist(), batch.banned_indptr[masks.rows + 1].tolist()
+    is_kept = np.ones(len(batch.banned_ids), dtype=np.bool_)
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        allowed = masks.words[number].copy()
+        ids = batch.banned_ids[start:end]
+        np.bitwise_and.at(allowed, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
+        is_kept[start:end] = allowed.any()
+    num_kept = np.concatenate([[0], np.cumsum(is_kept)])
+    indptr = num_kept[batch.banned_indptr].astype(np.int32)
+    return replace(batch, masks=masks, banned_indptr=indptr, banned_ids=batch.banned_ids[is_kept])

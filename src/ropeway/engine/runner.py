@@ -26,7 +26,7 @@ from ropeway.backends.batch import (
 )
 from ropeway.core.params import Request
 from ropeway.core.plan import BlockGrants, StepPlan, StepResult, TokenLogprobs
-from ropeway.engine.grammar_masks import GrammarMasks, Grammars
+from ropeway.engine.grammar_masks import GrammarMasks, Grammars, with_masks
 from ropeway.engine.prompt_scores import PromptScores, as_tuples
 from ropeway.engine.token_lists import TokenLists, no_token_lists
 
@@ -129,9 +129,10 @@ class Runner:
         num_least = np.maximum(num_known - 1, sampled.ints[_NUM_PROMPT])
         assert (kv_lens >= num_least).all(), "a sampled row ends too early"
         sample_batch = self._sample_batch(sampled, kv_lens)
-        if logits_rows is not None or masks is not None:
-            filled = None if masks is None else masks.wait()
-            sample_batch = replace(sample_batch, logits_rows=logits_rows, masks=filled)
+        if logits_rows is not None:
+            sample_batch = replace(sample_batch, logits_rows=logits_rows)
+        if masks is not None:
+            sample_batch = with_masks(sample_batch, masks.wait())
         samples = self._backend.sample(logits, sample_batch)
         result = self._feed_back(plan.step_id, sampled, kv_lens, samples)
         if sample_batch.masks is not None:

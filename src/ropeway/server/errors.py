@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import orjson
 from starlette.responses import Response
@@ -21,6 +22,7 @@ from ropeway.errors import (
 )
 
 JSON = "application/json"
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class UnknownRequestError(RopewayError):
@@ -129,5 +131,6 @@ def json_response(value: object) -> Response:
 
 
 def _clean(message: str) -> str:
-    # A message may quote the client's text, which may hold what UTF-8 cannot.
-    return message.encode("utf-8", "replace").decode()
+    # A message may quote the client's text, which may hold what UTF-8 cannot, and what would break the line.
+    in_a_line = _CONTROLS.sub(lambda found: repr(found[0])[1:-1], message)
+    return in_a_line.encode("utf-8", "replace").decode()
