@@ -2,13 +2,17 @@
 
     make evidence-scheduler-cost [ARGS="--steps 2000"]
 
-Targets: at most 3 us per running sequence + 50 us, and 5 ms with 1,000 running and 10,000 waiting, under every policy
-(`vtc` with 50 tenants, `priority` with seven priorities); block operations that do not depend on their number. Each
-sequence that ends is replaced by a new request, so the figures hold the cost of admission, chunked prefill and
-retirement at their natural rates. `ample` has every block it can fill, and no prefix cache; `cached` has one, in which
-no prompt is ever found, so it only costs: hashing, entering, evicting; `tight` has half of those blocks, so it also
-preempts. Percentiles are over steps; commit includes making every event. Processor time of the thread, so that other
-processes only count through the caches they share.
+Targets: at most 3 us per running sequence + 50 us, and 5 ms with 1,000 running and 10,000 waiting; block operations
+that do not depend on their number. Every scheduler is made as a server makes it: prefix cache, balanced pacing (which
+learns how long steps take), 50 tenants, seven priorities. First the default policy and admission at every size, then
+every policy and admission at the largest.
+
+Answers end at a length that the scheduler does not know, at most half their max_tokens, and each that ends is replaced
+by a new request; so the figures hold the cost of admission, chunked prefill, hashing, eviction and retirement at their
+natural rates. No prompt is ever found in the cache. `ample` memory holds everybody's max_tokens; `tight` memory is what
+the asked number of sequences fills on average, with places for twice as many: `optimistic` preempts all the time, and
+`predictive` looks ahead. Percentiles are over steps; commit includes making every event. Processor time of the thread,
+so that other processes only count through the caches they share.
 """
 
 from __future__ import annotations
@@ -17,39 +21,44 @@ import argparse
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import compress
 
 from harness.results import new_document, result_path, save
-from ropeway.core.admission import OptimisticAdmission
-from ropeway.core.batching import ContinuousBatching
 from ropeway.core.block_pool import BlockPool
-from ropeway.core.fair_service import VirtualTokenCounters
-from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
-from ropeway.core.plan import StepResult
-from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, ShortestPrefillFirst
+from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.prefix_index import HASH_BYTES, BlockHasher
-from ropeway.core.scheduler import Scheduler, SchedulerLimits
-from ropeway.core.waiting_line import WaitingLine
+from ropeway.core.recipe import SchedulerRecipe
+from ropeway.core.step_time import StepCosts, StepWork
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "vtc": VirtualTokenCounters,
-    "fcfs": FirstComeFirstServed,
-    "priority": lambda: PriorityOrder(60.0),
-    "spf": ShortestPrefillFirst,
-}
+POLICIES = ("vtc", "fcfs", "priority", "spf")
+ADMISSIONS = ("predictive", "reserve", "optimistic")
 SIZES = ((1, 0), (8, 8), (32, 32), (128, 128), (512, 512), (1000, 10_000))  # running, waiting
-BLOCK_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 256, 256
+BLOCK_SIZE, MAX_PROMPT_TOKENS, MAX_TOKENS = 16, 256, 512
+STOP_TOKEN_ID = 0
+# Of an accelerator on which a thousand sequences decode: prompts are computed as fast as they come.
+COSTS = StepCosts(fixed_s=10e-3, token_s=20e-6, later_token_s=10e-6, pair_s=1e-9, row_s=5e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A scheduler in a situation."""
+
+    policy: str
+    admission: str
+    memory: str
+    num_running: int
+    num_waiting: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of one step, over `num_steps` of them."""
+    """Microseconds of one step, over `num_steps` of them. num_running and num_waiting are on average."""
 
     policy: str
+    admission: str
     memory: str
     num_running: int
     num_waiting: int
@@ -62,42 +71,54 @@ class Cost:
 
 
 class Load:
-    """A scheduler that is kept at `num_running` running and `num_waiting` waiting sequences."""
+    """A scheduler that is kept at as many running and waiting sequences as the case says, where memory allows."""
 
-    def __init__(
-        self, policy: str, num_running: int, num_waiting: int, *, is_tight: bool, has_prefix_cache: bool
-    ) -> None:
-        blocks_each = (PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE
-        num_blocks = max(blocks_each, num_running * blocks_each // (2 if is_tight else 1))
-        limits = SchedulerLimits(num_running, max(512, 2 * num_running), PROMPT_TOKENS + MAX_TOKENS)
-        admission = OptimisticAdmission(num_blocks // 100)
-        kv = KVManager([num_blocks], BLOCK_SIZE, BlockHasher(BLOCK_SIZE) if has_prefix_cache else None)
-        line = WaitingLine(POLICIES[policy])
-        self.scheduler = Scheduler(limits, kv, line=line, batching=ContinuousBatching(admission))
+    def __init__(self, case: Case) -> None:
+        num_running = case.num_running
+        if case.memory == "tight":
+            mean_tokens = sum(num_prompt_tokens(i) + num_answer_tokens(i) // 2 for i in range(1000)) // 1000
+            num_blocks = num_running * (mean_tokens // BLOCK_SIZE + 1)
+        else:
+            num_blocks = (num_running + 1) * ((MAX_PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE + 1)
+        self.scheduler = SchedulerRecipe(
+            max_num_seqs=num_running * (2 if case.memory == "tight" else 1),
+            max_num_batched_tokens=max(2048, 4 * num_running),
+            max_model_len=MAX_PROMPT_TOKENS + MAX_TOKENS,
+            num_kv_blocks=max(num_blocks, (MAX_PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            has_prefix_cache=True,
+            scheduling_policy=case.policy,
+            admission=case.admission,
+            step_fixed_s=COSTS.fixed_s,
+            step_token_s=COSTS.token_s,
+            step_later_token_s=COSTS.later_token_s,
+            step_pair_s=COSTS.pair_s,
+            step_row_s=COSTS.row_s,
+        ).make()
         self._now_s = 0.0
         self._num_added = 0
-        for _ in range(num_running + num_waiting):
+        self._num_left: dict[int, int] = {}  # tokens until its stop token, of every unfinished sequence
+        for _ in range(num_running + case.num_waiting):
             self._add()
 
     def _add(self) -> None:
         number = self._num_added
         self._num_added += 1
-        max_tokens = MAX_TOKENS // 4 + number * 37 % (MAX_TOKENS * 3 // 4)  # lengths differ, so ends are spread
-        prompt = tuple(range(number, number + PROMPT_TOKENS - number * 13 % 128))  # nothing of it is cached
-        params = SamplingParams(max_tokens=max_tokens)
+        prompt = tuple(range(number, number + num_prompt_tokens(number)))  # nothing of it is cached
+        params = SamplingParams(max_tokens=MAX_TOKENS)
         terms = ServiceTerms(tenant=f"tenant {number % 50}", priority=number % 7)
-        request = Request(str(number), prompt, params, max_tokens, 0, frozenset({0, 1}), terms=terms)
-        self.scheduler.add(request, self._now_s)
+        request = Request(str(number), prompt, params, MAX_TOKENS, 0, frozenset({STOP_TOKEN_ID}), terms=terms)
+        (sequence,) = self.scheduler.add(request, self._now_s)
+        self._num_left[sequence.sequence_id] = num_answer_tokens(number)
 
     def step(self) -> float:
         """Run one step; the seconds of processor time that plan and commit took."""
-        self._now_s += 0.05
         start_s = time.thread_time()
         plan = self.scheduler.plan(self._now_s)
         planned_s = time.thread_time()
         assert plan is not None
-        sampled_ids = tuple(compress(plan.sequence_ids, plan.is_sampled))
-        result = StepResult(plan.step_id, sampled_ids, tuple([2 + i % 1000 for i in sampled_ids]))
+        result = self._compute(plan)
+        self._now_s += COSTS.seconds(work_of(plan)) * (0.95 + self._num_added % 11 / 100)
         computed_s = time.thread_time()
         events = self.scheduler.commit(plan, result, self._now_s)
         committed_s = time.thread_time()
@@ -106,28 +127,54 @@ class Load:
                 self._add()
         return (planned_s - start_s) + (committed_s - computed_s)
 
+    def _compute(self, plan: StepPlan) -> StepResult:
+        sampled_ids = tuple(compress(plan.sequence_ids, plan.is_sampled))
+        num_left, token_ids = self._num_left, []
+        for sequence_id in sampled_ids:
+            num_left[sequence_id] -= 1
+            token_ids.append(2 + sequence_id % 1000 if num_left[sequence_id] else STOP_TOKEN_ID)
+        return StepResult(plan.step_id, sampled_ids, tuple(token_ids))
 
-def measure(
-    policy: str, num_running: int, num_waiting: int, num_steps: int, *, is_tight: bool, has_prefix_cache: bool
-) -> Cost:
+
+def num_prompt_tokens(number: int) -> int:
+    return MAX_PROMPT_TOKENS - number * 13 % (MAX_PROMPT_TOKENS // 2)
+
+
+def num_answer_tokens(number: int) -> int:
+    return MAX_TOKENS // 8 + number * 37 % (MAX_TOKENS * 3 // 8)  # they differ, so ends are spread
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    pairs = sum([n * start + n * (n + 1) // 2 for start, n in zip(plan.starts, plan.num_tokens, strict=True)])
+    return StepWork(plan.total_num_tokens, pairs, sum(plan.is_sampled))
+
+
+def measure(case: Case, num_steps: int) -> Cost:
     """Warm up until every place is taken and the first have ended, then measure."""
-    load = Load(policy, num_running, num_waiting, is_tight=is_tight, has_prefix_cache=has_prefix_cache)
-    for _ in range(2 * MAX_TOKENS):
+    load = Load(case)
+    for _ in range(MAX_TOKENS):
         load.step()
-    num_preemptions = load.scheduler.stats().num_preemptions
-    costs_us = sorted(1e6 * load.step() for _ in range(num_steps))
-    stats = load.scheduler.stats()
+    before, num_running = load.scheduler.stats(), 0
+    costs_us, num_waiting = [], 0
+    for _ in range(num_steps):
+        costs_us.append(1e6 * load.step())
+        stats = load.scheduler.stats()
+        num_running += stats.num_running
+        num_waiting += stats.num_waiting + stats.num_preempted
+    num_running, num_waiting = round(num_running / num_steps), round(num_waiting / num_steps)
+    costs_us.sort()
     return Cost(
-        policy=policy,
-        memory="tight" if is_tight else "cached" if has_prefix_cache else "ample",
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting + stats.num_preempted,
+        policy=case.policy,
+        admission=case.admission,
+        memory=case.memory,
+        num_running=num_running,
+        num_waiting=num_waiting,
         num_steps=num_steps,
-        num_preemptions=stats.num_preemptions - num_preemptions,
+        num_preemptions=stats.num_preemptions - before.num_preemptions,
         mean_us=round(statistics.fmean(costs_us), 1),
         p50_us=round(costs_us[len(costs_us) // 2], 1),
         p99_us=round(costs_us[len(costs_us) * 99 // 100], 1),
-        target_us=min(5000, 50 + 3 * stats.num_running),
+        target_us=50 + 3 * num_running,
     )
 
 
@@ -200,22 +247,26 @@ def show_index() -> list[dict[str, object]]:
     return rows
 
 
+def cases() -> list[Case]:
+    """The server's defaults at every size, then every policy and admission at the largest."""
+    default = [("vtc", "predictive", size) for size in SIZES]
+    others = [(policy, admission, SIZES[-1]) for policy in POLICIES for admission in ADMISSIONS]
+    chosen = list(dict.fromkeys(default + others))
+    return [Case(*names, memory, *size) for *names, size in chosen for memory in ("ample", "tight")]
+
+
 def show_steps(num_steps: int) -> list[dict[str, object]]:
-    """Measure steps: every size under the default policy, the largest under the others; rows for the JSON."""
-    print("  policy memory  running  waiting  preempt.   mean us    p50 us    p99 us   target")
+    """Measure the steps of every case; rows for the JSON."""
+    print("  policy   admission memory  running  waiting  preempt.   mean us    p50 us    p99 us   target")
     rows = []
-    for policy in POLICIES:
-        for num_running, num_waiting in SIZES if policy == "vtc" else SIZES[-1:]:
-            for is_tight, has_cache in ((False, False), (False, True), (True, True)):
-                steps = max(200, num_steps // max(1, num_running // 32))
-                cost = measure(policy, num_running, num_waiting, steps, is_tight=is_tight, has_prefix_cache=has_cache)
-                rows.append(asdict(cost))
-                print(
-                    f"{policy:>8} {cost.memory:>6} {cost.num_running:>8} {cost.num_waiting:>8} "
-                    f"{cost.num_preemptions:>9} {cost.mean_us:>9} {cost.p50_us:>9} {cost.p99_us:>9} "
-                    f"{cost.target_us:>8.0f}",
-                    flush=True,
-                )
+    for case in cases():
+        cost = measure(case, max(200, num_steps // max(1, case.num_running // 32)))
+        rows.append(asdict(cost))
+        print(
+            f"{cost.policy:>8} {cost.admission:>11} {cost.memory:>6} {cost.num_running:>8} {cost.num_waiting:>8} "
+            f"{cost.num_preemptions:>9} {cost.mean_us:>9} {cost.p50_us:>9} {cost.p99_us:>9} {cost.target_us:>8.0f}",
+            flush=True,
+        )
     return rows
 
 
