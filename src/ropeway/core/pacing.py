@@ -5,8 +5,7 @@ The scheduler asks once per step, when the decodes are known, and then as each p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ropeway.core.params import MAX_COUNT
 from ropeway.core.plan import StepPlan
@@ -14,8 +13,7 @@ from ropeway.core.sequence import Sequence
 from ropeway.core.stats import PacingStats
 
 
-@dataclass(frozen=True, slots=True)
-class StepLoad:
+class StepLoad(NamedTuple):
     """What asks for a place in a step.
 
     num_rows, of one token each, which attend to num_context_tokens positions in all, are in it whatever else is.
