@@ -23,8 +23,9 @@ DEVIATIONS = 2.0  # above what is expected at each horizon, that must fit: at ea
 MAX_CAUTION = 3.0  # more of them, after preemptions
 CAUTION_PER_PREEMPTION = 0.2
 CALM_PER_ANSWER = 0.004  # so no more than one answer in 50 is preempted for long
-MIN_SKIPPED_STEPS = 3
-RUNNING_PER_SKIPPED_STEP = 256
+# Steps that an outlook is kept, and more of them with many running: to look ahead costs up to 5 us for each of those.
+MIN_KEPT_STEPS = 8
+RUNNING_PER_KEPT_STEP = 128
 
 
 class PredictiveAdmission:
@@ -33,6 +34,9 @@ class PredictiveAdmission:
     At each horizon the expected use is that of those still running, each grown by one token a step. Answers that cannot
     end early are certain. Where everybody's max_tokens fit, nobody is predicted. After a preemption more deviations are
     kept free for a while. Use is of memory held, so blocks that are shared count once.
+
+    An outlook serves some steps: what it expects of a moment to come stays as true, horizons that have passed are left
+    out, and who boards is added. Those who end meanwhile it expected to, more or less: its deviations hold that.
     """
 
     def __init__(self) -> None:
@@ -41,15 +45,16 @@ class PredictiveAdmission:
         self._bins: dict[int, int] = {}  # of each sequence that ran, the bin up to which it was observed
         self._num_reserved_tokens = 0  # were everybody to use its max_tokens
         self._caution = 0.0
-        self._outlook: _Outlook | None = None  # of this step
-        self._num_steps_to_skip = 0
+        self._outlook: _Outlook | None = None
+        self._outlook_age = 0  # steps
 
     def num_slots(self, sequence: Sequence) -> int:
         return sequence.num_tokens
 
     def begin_step(self) -> None:
-        self._outlook = None
-        self._num_steps_to_skip = max(0, self._num_steps_to_skip - 1)
+        self._outlook_age += 1
+        if self._outlook_age >= MIN_KEPT_STEPS + len(self._running) // RUNNING_PER_KEPT_STEP:
+            self._outlook = None
 
     def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
         if kv.num_blocks_to_take(sequence, sequence.num_tokens) > kv.num_free_blocks:
@@ -59,16 +64,13 @@ class PredictiveAdmission:
         num_waste_tokens = block_size * (len(self._running) + 1)  # of last blocks
         if self._num_reserved_tokens + sequence.max_num_tokens + num_waste_tokens <= num_pool_tokens:
             return True
-        if self._num_steps_to_skip:
-            return False
         if self._outlook is None:
-            self._outlook = self._look_ahead(kv)
-        peak = self._outlook.peak_with(self._share_of(sequence), sequence, DEVIATIONS + self._caution)
-        if peak <= num_pool_tokens:
-            return True
-        # There is room once somebody ends, and that is looked at anew; expectations alone change slowly.
-        self._num_steps_to_skip = MIN_SKIPPED_STEPS + len(self._running) // 64
-        return False
+            self._outlook, self._outlook_age = self._look_ahead(kv), 0
+        deviations = DEVIATIONS + self._caution
+        return (
+            self._outlook.peak_with(self._share_of(sequence), sequence, deviations, self._outlook_age)
+            <= num_pool_tokens
+        )
 
     def on_boarded(self, sequence: Sequence) -> None:
         self._running[sequence.sequence_id] = _Prospect(sequence)
@@ -97,9 +99,6 @@ class PredictiveAdmission:
     def _leave(self, sequence: Sequence) -> None:
         del self._running[sequence.sequence_id]
         self._num_reserved_tokens -= sequence.max_num_tokens
-        self._outlook = None
-        # With many running somebody ends at nearly every step, and a look costs microseconds for each.
-        self._num_steps_to_skip = min(self._num_steps_to_skip, len(self._running) // RUNNING_PER_SKIPPED_STEP)
 
     def _share_of(self, sequence: Sequence) -> tuple[float, ...] | None:
         """What is expected of it at each horizon; None where nothing but max_tokens ends it."""
@@ -183,35 +182,41 @@ class _Outlook:
 
     def add_group(self, shares: tuple[float, ...] | None, group: dict[int, Sums]) -> None:
         """Sequences that share expectations, by the horizon at which their max_tokens ends them."""
-        expected, variance, held, waste = self._expected, self._variance, self._share_held, self._waste
+        expected, variance, held = self._expected, self._variance, self._share_held
         shares = CERTAIN if shares is None else shares
-        last, horizons = len(shares) - 1, HORIZONS
+        end = len(shares)
         caps = sorted(group, reverse=True)
         count, now, now_squares, now_held = 0, 0.0, 0.0, 0.0
         for cap, next_cap in zip(caps, [*caps[1:], -1], strict=True):  # those of later caps are there at earlier ones
             more, total, squares = group[cap]
             count += more
-            now += total * held + more * waste
+            now += total * held + more * self._waste
             now_held += total * held
             now_squares += squares * held * held
-            for i in range(min(cap, last), next_cap, -1):
-                share, horizon = shares[i], horizons[i]
-                grown = count * horizon
-                expected[i] += share * (now + grown)
-                if share < 1.0:
-                    spread = now_squares + 2 * horizon * now_held + grown * horizon
-                    variance[i] += share * (1.0 - share) * spread
+            places = slice(next_cap + 1, min(cap + 1, end))
+            share_of, horizon_of = shares[places], HORIZONS[places]
+            expected[places] = [
+                sum_ + share * (now + count * horizon)
+                for sum_, share, horizon in zip(expected[places], share_of, horizon_of, strict=False)
+            ]
+            variance[places] = [
+                sum_ + share * (1.0 - share) * (now_squares + horizon * (2 * now_held + count * horizon))
+                for sum_, share, horizon in zip(variance[places], share_of, horizon_of, strict=False)
+            ]
 
     def add(self, shares: tuple[float, ...] | None, sequence: Sequence) -> None:
         """One that boards."""
         num_tokens = sequence.num_tokens
         self.add_group(shares, {self._cap(sequence): [1, num_tokens, num_tokens * num_tokens]})
 
-    def peak_with(self, shares: tuple[float, ...] | None, sequence: Sequence, deviations: float) -> float:
-        """The most memory, over all horizons, that is expected with one more, and `deviations` above it."""
+    def peak_with(self, shares: tuple[float, ...] | None, sequence: Sequence, deviations: float, age: int) -> float:
+        """The most memory, over the horizons ahead, that is expected with one more, and `deviations` above it.
+
+        age: steps since it was made. The newcomer's own horizons count from now, which makes next to no difference.
+        """
         peak, now, cap = 0.0, sequence.num_tokens + self._waste, self._cap(sequence)
         num_expected = min(cap + 1, NUM_HORIZONS if shares is None else len(shares))
-        for i in range(NUM_HORIZONS):
+        for i in range(bisect_left(HORIZONS, age), NUM_HORIZONS):
             expected, variance = self._expected[i], self._variance[i]
             if i < num_expected:
                 share, then = 1.0 if shares is None else shares[i], now + HORIZONS[i]
