@@ -199,6 +199,7 @@ def _state(scheduler: Scheduler, arrived: tuple[Arrival, ...]) -> tuple[Any, ...
         arrived,
         tuple(sequences),
         tuple(roster.running),
+        tuple(roster.decodes.sequences),
         None if plan is None else (plan.sequence_ids, plan.is_sampled),
         line.entitled and line.entitled.sequence_id,
         (line._num_owed_tokens, line._is_background_due),

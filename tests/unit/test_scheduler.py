@@ -41,7 +41,8 @@ def test_decodes_first_then_running_prefills_then_boarding() -> None:
     # b is longer than the step: it takes half of it, and what c leaves
     assert rows(run_step(scheduler)[0]) == [(0, 4, 1, True), (1, 4, 4, False), (2, 0, 3, True)]
     assert rows(run_step(scheduler)[0]) == [(0, 5, 1, True), (2, 3, 1, True), (1, 8, 4, True)]
-    assert rows(run_step(scheduler)[0]) == [(0, 6, 1, True), (1, 12, 1, True), (2, 4, 1, True)]
+    # decodes in the order in which they began to: c before b
+    assert rows(run_step(scheduler)[0]) == [(0, 6, 1, True), (2, 4, 1, True), (1, 12, 1, True)]
 
 
 def test_a_running_prefill_without_budget_has_no_row() -> None:

@@ -99,6 +99,9 @@ class VirtualTokenCounters:
         place = 1 if sequence.state is SequenceState.RUNNING else 2
         return (place, seat.tenant.counter, seat.user.counter, sequence.sequence_id)
 
+    def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        return sorted(running, key=self.key)
+
     def on_boarded(self, sequence: Sequence) -> None:
         seat = self._seats[sequence.sequence_id]
         num_known = max(seat.num_charged, sequence.num_recompute_tokens, sequence.num_computed_tokens)

@@ -181,6 +181,17 @@ class KVManager:
         sequence.num_slots += num_blocks * self._block_size
         return granted
 
+    def num_tokens_to_attend(self, sequence: TokenSequence) -> int:
+        """With how many known tokens a sequence that decodes next fills a block, needs one, or ends.
+
+        One that it needs already it gets before then.
+        """
+        num_slots = sequence.num_slots
+        due = num_slots + 1 if sequence.num_tokens <= num_slots else num_slots + self._block_size + 1
+        if self._hasher is not None:
+            due = min(due, sequence.num_tokens_to_seal)
+        return min(due, sequence.max_num_tokens)
+
     def seal(self, sequence: TokenSequence) -> None:
         """Hash and offer the block that is full; its tokens, and one more, are the sequence's tail, and it is computed.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import Protocol
 
 from ropeway.core.sequence import Sequence
@@ -39,6 +40,9 @@ class Policy(Protocol):
 
     def key(self, sequence: Sequence) -> Key:
         """The place of a running sequence, or of the first of the line among them; the smallest comes first."""
+
+    def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those running by their keys, the smallest first."""
 
     def on_boarded(self, sequence: Sequence) -> None:
         """It runs, and will compute its tokens from num_computed_tokens on."""
@@ -135,6 +139,9 @@ class FirstComeFirstServed:
     def key(self, sequence: Sequence) -> Key:
         return sequence.rank
 
+    def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        return sorted(running, key=attrgetter("rank"))
+
     def on_boarded(self, sequence: Sequence) -> None:
         pass
 
@@ -176,7 +183,9 @@ class PriorityOrder(FirstComeFirstServed):
     def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         rank, priority = newcomer.rank, newcomer.request.terms.priority
         victims = [s for s in running if s.rank > rank and s.request.terms.priority > priority]
-        return sorted(victims, key=self.key, reverse=True)
+        victims = self.in_order(victims)
+        victims.reverse()
+        return victims
 
 
 class ShortestPrefillFirst(FirstComeFirstServed):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ropeway.core.admission import Admission
+from ropeway.core.decodes import Decodes
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import FinishReason, Request, Timeout
 from ropeway.core.plan import SequenceEvent, StepPlan
@@ -19,15 +20,20 @@ from ropeway.errors import InvalidRequestError
 class Roster:
     """Every unfinished sequence, in its one place, and the finished ones that a static batch retains.
 
-    sequences: unfinished, by sequence id. running: in order of boarding. retained: finished members of a static batch.
+    sequences: unfinished, by sequence id. running: in order of boarding; each either in prefilling, in that order too,
+    or in decodes. retained: finished members of a static batch. ending_token_ids: that end one of the unfinished, each
+    with how many requests it is in.
     """
 
     def __init__(self, line: WaitingLine, kv: KVManager, admission: Admission) -> None:
         self.line = line
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
+        self.prefilling: dict[int, Sequence] = {}
+        self.decodes = Decodes(kv)
         self.retained: dict[int, Sequence] = {}
         self.preempted_now_ids: set[int] = set()  # since the step being planned began
+        self.ending_token_ids: dict[int, int] = {}
         self.num_preempted = 0  # of those in line
         self.num_queued_tokens = 0  # known tokens of those in line
         self.num_preemptions = 0
@@ -66,6 +72,8 @@ class Roster:
             self.sequences[sequence.sequence_id] = sequence
             self.num_queued_tokens += sequence.num_tokens
             self.line.push(sequence, now_s)
+        for token_id in request.stop_token_ids:
+            self.ending_token_ids[token_id] = self.ending_token_ids.get(token_id, 0) + 1
         return sequences
 
     def begin_step(self) -> None:
@@ -80,7 +88,8 @@ class Roster:
         self._kv.board(sequence, self._admission.num_slots(sequence))
         self.num_preempted -= sequence.state is SequenceState.PREEMPTED
         sequence.state = SequenceState.RUNNING
-        self.running[sequence.sequence_id] = sequence
+        sequence.num_tokens_to_attend = 0
+        self.running[sequence.sequence_id] = self.prefilling[sequence.sequence_id] = sequence
         self._admission.on_boarded(sequence)
         self.line.on_boarded(sequence)
         request_id = sequence.request.request_id
@@ -89,9 +98,21 @@ class Roster:
             self._newly_started_ids.append(request_id)
         return sequence
 
+    def has_leader(self, sequence: Sequence) -> bool:
+        """Match one that might board; whether one ahead of it is computing the first block that was not found."""
+        self._kv.match(sequence, self.sequences_of(sequence.request.request_id))
+        leader = self._kv.leader(sequence)
+        return leader is not None and self.line.key(leader) < self.line.key(sequence)
+
+    def begin_decoding(self, sequence: Sequence) -> None:
+        """All of its known tokens are planned: from the next step on it computes one at a time."""
+        del self.prefilling[sequence.sequence_id]
+        self.decodes.add(sequence)
+        self.line.on_decoding(sequence)
+
     def preempt(self, sequence: Sequence, reason: WaitingReason, now_s: float) -> None:
         """A running sequence loses its blocks and returns to its place in line."""
-        del self.running[sequence.sequence_id]
+        self._leave_batch(sequence)
         self._kv.free(sequence)
         sequence.num_recompute_tokens = max(sequence.num_recompute_tokens, sequence.num_computed_tokens)
         sequence.num_prefill_tokens = sequence.num_tokens
@@ -116,10 +137,11 @@ class Roster:
         del self.sequences[sequence_id]
         if all([s.finish_reason for s in self._requests[request_id]]):
             del self._requests[request_id]
+            self._forget_ending(sequence.request)
             self._started_ids.discard(request_id)
         is_running = sequence.state is SequenceState.RUNNING
         if is_running:
-            del self.running[sequence_id]
+            self._leave_batch(sequence)
         else:
             self.num_preempted -= sequence.state is SequenceState.PREEMPTED
             self.num_queued_tokens -= sequence.num_tokens
@@ -147,6 +169,17 @@ class Roster:
                 event = SequenceEvent(request_id, sequence.index, (), reason, num_cached_tokens, timeout=timeout)
                 events.append(event)
         return events
+
+    def _leave_batch(self, sequence: Sequence) -> None:
+        del self.running[sequence.sequence_id]
+        if not self.decodes.discard(sequence):
+            del self.prefilling[sequence.sequence_id]
+
+    def _forget_ending(self, request: Request) -> None:
+        for token_id in request.stop_token_ids:
+            self.ending_token_ids[token_id] -= 1
+            if not self.ending_token_ids[token_id]:
+                del self.ending_token_ids[token_id]
 
     def _release(self, sequence: Sequence) -> None:
         self._kv.free(sequence)
@@ -193,6 +226,11 @@ class Roster:
         for state, place in ((SequenceState.RUNNING, self.running), (SequenceState.RETAINED, self.retained)):
             assert all(s.state is state for s in place.values()), f"a sequence among the {state.value} is not"
         assert self.running.keys() <= self.sequences.keys(), "a running sequence is lost"
+        assert self.prefilling.keys() | self.decodes.sequences.keys() == self.running.keys(), (
+            "one runs, and does nothing"
+        )
+        assert not self.prefilling.keys() & self.decodes.sequences.keys(), "a sequence prefills and decodes"
+        self.decodes.check_invariants()
         assert all(s.finish_reason is None for s in sequences), "a finished sequence is not gone"
         assert all(s.finish_reason for s in self.retained.values()), "an unfinished sequence is retained"
         assert not self.retained or self.running, "a batch without running members was not released"

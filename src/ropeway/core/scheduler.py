@@ -9,15 +9,17 @@ from __future__ import annotations
 from itertools import compress
 
 from ropeway.core.batching import Batching, ContinuousBatching
+from ropeway.core.boarding import Boarding
 from ropeway.core.deadlines import Deadlines
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import QueueLimits, SchedulerLimits
 from ropeway.core.pacing import FixedTokenBudget, Pacing, StepLoad
 from ropeway.core.params import FinishReason, Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult, TokenLogprobs
-from ropeway.core.plan_builder import Granted, PlanBuilder
+from ropeway.core.plan_builder import PlanBuilder
+from ropeway.core.preemption import Preemption
 from ropeway.core.roster import Roster
-from ropeway.core.sequence import Sequence, SequenceState, WaitingReason
+from ropeway.core.sequence import Sequence, SequenceState
 from ropeway.core.stats import EngineStats, SequenceProgress
 from ropeway.core.waiting_line import WaitingLine
 
@@ -49,6 +51,8 @@ class Scheduler:
         self._pacing = pacing or FixedTokenBudget(limits.max_num_batched_tokens)
         self._roster = Roster(self._line, kv, self._batching.admission)
 
+        self._preemption = Preemption(self._roster, self._line, kv, self._batching)
+        self._boarding = Boarding(self._roster, self._line, kv, self._batching)
         self._deadlines = Deadlines()
 
         self._in_flight: StepPlan | None = None
@@ -113,16 +117,17 @@ class Scheduler:
             return None
         roster.begin_step()
         self._line.begin_step()
-        num_running_before = len(roster.running)
+        max_num_running, num_running_before = self._max_num_running, len(roster.running)
         self._batching.admission.begin_step()
-        self._make_room(now_s)
-        self._make_way(now_s)
+        self._preemption.make_room(now_s)
+        self._preemption.make_way(max_num_running, now_s)
         builder = PlanBuilder(self._kv.num_groups)
-        prefilling = self._plan_decodes(builder)
+        builder.add_decodes(*roster.decodes.rows())
+        self._line.on_planned()
         for sequence in roster.retained.values() if self._batching.is_padded else ():
             builder.add_padding(sequence)
-        builder.begin_prefills(self._pacing.begin_step(self._load(builder, prefilling, now_s), now_s))
-        self._plan_prefills(builder, prefilling, num_running_before)
+        builder.begin_prefills(self._pacing.begin_step(self._load(builder, now_s), now_s))
+        self._prefilled = self._boarding.plan_prefills(builder, max_num_running, num_running_before)
         return self._launch(builder, now_s)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[SequenceEvent]:
@@ -143,34 +148,28 @@ class Scheduler:
     def _take_tokens(self, result: StepResult, now_s: float) -> list[SequenceEvent]:
         """Append what was sampled; the news of it. The one loop that runs for every token of every sequence.
 
-        So it calls nothing that most tokens do not need.
+        So it does nothing that most tokens do not need, and looks at nothing that can be looked up for all at once.
         """
-        stopped_ids, logprobs = result.stopped_sequence_ids, result.logprobs
-        kv, shares_blocks, new_event = self._kv, self._kv.shares_blocks, tuple.__new__
+        roster, shares_blocks, new_event = self._roster, self._kv.shares_blocks, tuple.__new__
+        ending_token_ids, stopped_ids, logprobs = roster.ending_token_ids, result.stopped_sequence_ids, result.logprobs
         events: list[SequenceEvent] = []
-        sequences = map(self._roster.sequences.get, result.sequence_ids)
+        sequences = map(roster.sequences.get, result.sequence_ids)
         for sequence, token_id in zip(sequences, result.token_ids, strict=True):
             if sequence is None:  # ended while the step was in flight, or padding
                 continue
-            request = sequence.request
-            sequence.num_tokens = num_tokens = sequence.num_tokens + 1
+            sequence.num_computed_tokens = num_tokens = sequence.num_tokens
+            sequence.num_tokens = num_tokens = num_tokens + 1
             if shares_blocks:
                 sequence.tail_token_ids.append(token_id)
-                if num_tokens == sequence.num_tokens_to_seal:
-                    kv.seal(sequence)
             reason: FinishReason | None = None
-            if token_id in request.stop_token_ids and sequence.may_stop:
-                reason = "stop"
-            elif num_tokens >= sequence.max_num_tokens:
-                reason = "length"
-            if stopped_ids and sequence.sequence_id in stopped_ids:
-                reason = "stop"
+            if num_tokens >= sequence.num_tokens_to_attend or token_id in ending_token_ids or stopped_ids:
+                reason = self._attend(sequence, token_id, stopped_ids)
             scores = logprobs and logprobs.get(sequence.sequence_id)
             events.append(
                 new_event(
                     SequenceEvent,
                     (
-                        request.request_id,
+                        sequence.request.request_id,
                         sequence.index,
                         (token_id,),
                         reason,
@@ -183,8 +182,15 @@ class Scheduler:
             )
             if reason is not None:
                 self._pacing.on_finished(sequence, now_s)
-                self._roster.finish(sequence, reason, is_retained=self._batching.retains(reason))
+                roster.finish(sequence, reason, is_retained=self._batching.retains(reason))
         return events
+
+    def _attend(self, sequence: Sequence, token_id: int, stopped_ids: tuple[int, ...]) -> FinishReason | None:
+        """Do what is due with the token that a sequence just got; why it ends with that, where it does."""
+        self._roster.decodes.attend(sequence)
+        if sequence.sequence_id in stopped_ids or (token_id in sequence.request.stop_token_ids and sequence.may_stop):
+            return "stop"
+        return "length" if sequence.num_tokens >= sequence.max_num_tokens else None
 
     def _take_prefills(self, result: StepResult, now_s: float) -> None:
         """Of those who prefilled: offer to others what can be trusted of it; note first tokens."""
@@ -216,6 +222,8 @@ class Scheduler:
         for sequence in self._roster.sequences_of(request_id)[index : index + 1]:
             if sequence.finish_reason is None:
                 is_retained = self._batching.retains("stop") and sequence.num_generated_tokens > 0
+                if is_retained and self._in_flight:
+                    sequence.num_computed_tokens = sequence.num_tokens  # its row is computed, though nobody takes it in
                 self._roster.finish(sequence, "stop", is_retained=is_retained)
                 return [SequenceEvent(request_id, index, (), "stop")]
         return []
@@ -282,57 +290,8 @@ class Scheduler:
 
     # -- plan, in order ------------------------------------------------------------------------------------------------
 
-    def _make_room(self, now_s: float) -> None:
-        """Preempt, from the end of the policy order, until each running sequence can have the block it needs.
-
-        The first of the order is spared: alone it always fits, so somebody always finishes. No victim boards again in
-        the same plan, because some of the blocks it gave up are needed.
-        """
-        running, kv = self._roster.running, self._kv
-        num_free_blocks = kv.num_free_blocks
-        if num_free_blocks >= len(running):
-            return
-        num_needed = sum([s.num_tokens > s.num_slots for s in running.values()])
-        if num_needed <= num_free_blocks:
-            return
-        in_order = sorted(running.values(), key=self._line.key)
-        while num_needed > kv.num_free_blocks:
-            victim = in_order.pop()
-            assert in_order, "the first in policy order does not fit the pool alone"
-            num_needed -= victim.num_tokens > victim.num_slots
-            self._roster.preempt(victim, WaitingReason.CAPACITY, now_s)
-
-    def _make_way(self, now_s: float) -> None:
-        """Preempt for the first of the line, where it may take the place of others and then fits.
-
-        Those it may take the place of come after it in policy order, so this comes to an end.
-        """
-        newcomer, roster, kv, admission = self._line.first(), self._roster, self._kv, self._batching.admission
-        if newcomer is None or not self._batching.may_board(len(roster.running), 1):
-            return
-        candidates = self._line.victims_for(newcomer, roster.running.values())
-        if not candidates:
-            return
-        if self._has_leader(newcomer):
-            return
-        has_place = len(roster.running) < self._max_num_running
-        if has_place and newcomer is not self._line.entitled and admission.may_board(newcomer, kv):
-            return
-        num_free_blocks = kv.num_free_blocks - sum([s.num_tokens > s.num_slots for s in roster.running.values()])
-        num_lacking = kv.num_blocks_to_take(newcomer, admission.num_slots(newcomer)) - num_free_blocks
-        victims = []
-        for victim in candidates:
-            if has_place and num_lacking <= 0:
-                break
-            victims.append(victim)
-            has_place = True
-            num_lacking -= kv.num_blocks_for(victim.num_slots) + (victim.num_tokens > victim.num_slots)
-        if has_place and num_lacking <= 0 and victims:
-            self._line.entitle()
-            for victim in victims:
-                roster.preempt(victim, WaitingReason.POLICY, now_s)
-
-    def _load(self, builder: PlanBuilder, prefilling: list[Sequence], now_s: float) -> StepLoad:
+    def _load(self, builder: PlanBuilder, now_s: float) -> StepLoad:
+        prefilling = self._roster.prefilling.values()
         num_prefilling_tokens = sum([s.num_tokens - s.num_computed_tokens for s in prefilling])
         first = self._line.first()
         longest_wait_s = 0.0 if first is None else now_s - first.arrival_s
@@ -346,85 +305,6 @@ class Scheduler:
             longest_wait_s=longest_wait_s,
             num_prompts=min(num_places, len(prefilling) + len(self._line)),
         )
-
-    def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
-        """Plan one token for each running sequence that decodes; returns those that prefill."""
-        prefilling: list[Sequence] = []
-        sequence_ids: list[int] = []
-        starts: list[int] = []
-        granted: list[Granted] = []
-        for sequence_id, sequence in self._roster.running.items():
-            start = sequence.num_computed_tokens
-            if start < sequence.num_prefill_tokens:
-                prefilling.append(sequence)
-                continue
-            if start >= sequence.num_slots:
-                granted.append((len(starts), self._kv.grant(sequence, 1)))
-            sequence.num_computed_tokens = sequence.num_tokens  # that is start + 1, and no new object
-            sequence_ids.append(sequence_id)
-            starts.append(start)
-        builder.add_decodes(sequence_ids, starts, granted)
-        self._line.on_planned()
-        return prefilling
-
-    def _plan_prefills(self, builder: PlanBuilder, prefilling: list[Sequence], num_running_before: int) -> None:
-        """Plan chunks of those who prefill and of those who board, in policy order.
-
-        Nobody overtakes one that cannot board; only one that would compute what another is computing lets others pass.
-        """
-        line = self._line
-        prefilling.sort(key=line.key, reverse=True)
-        is_boarding = True
-        while True:
-            newcomer = line.first() if is_boarding else None
-            if newcomer is not None and not (prefilling and line.key(prefilling[-1]) < line.key(newcomer)):
-                reason = self._obstacle(newcomer, builder, num_running_before)
-                if reason is None:
-                    builder.add_prefill(self._roster.board())
-                    continue
-                newcomer.waiting_reason = reason
-                is_boarding = reason is WaitingReason.DEFERRED and self._defer(newcomer)
-            elif prefilling:
-                builder.add_prefill(prefilling.pop())
-            else:
-                break
-        chunks = builder.end_prefills()
-        self._prefilled = [sequence for sequence, _ in chunks]
-        for sequence, num_new_tokens in chunks:
-            line.on_prefilled(sequence, num_new_tokens)
-            if sequence.num_computed_tokens == sequence.num_tokens:
-                line.on_decoding(sequence)
-
-    def _has_leader(self, sequence: Sequence) -> bool:
-        """Match one that might board; whether one ahead of it is computing the first block that was not found."""
-        self._kv.match(sequence, self._roster.sequences_of(sequence.request.request_id))
-        leader = self._kv.leader(sequence)
-        return leader is not None and self._line.key(leader) < self._line.key(sequence)
-
-    def _defer(self, sequence: Sequence) -> bool:
-        leader = self._kv.leader(sequence)
-        assert leader is not None
-        return self._line.defer(leader, self._kv.num_shared_blocks(sequence, leader))
-
-    def _obstacle(self, sequence: Sequence, builder: PlanBuilder, num_running_before: int) -> WaitingReason | None:
-        """Why the first of the line does not board; None where it may."""
-        batching, num_running = self._batching, len(self._roster.running)
-        if num_running >= min(self._max_num_running, builder.budget.max_num_running):
-            return WaitingReason.CAPACITY
-        if not batching.may_board(num_running_before, builder.num_tokens_left):
-            return WaitingReason.BUDGET if batching.may_board(num_running_before, 1) else WaitingReason.CAPACITY
-        if self._has_leader(sequence):
-            return WaitingReason.DEFERRED
-        if sequence.match.num_tokens and builder.budget.num_prefill_tokens(sequence.match.num_tokens) < 1:
-            return WaitingReason.BUDGET  # blocks are copied in the step that computes on them
-        if sequence.sequence_id in self._roster.preempted_now_ids:
-            return WaitingReason.CAPACITY
-        if sequence is self._line.entitled:
-            num_slots = batching.admission.num_slots(sequence)
-            may_board = self._kv.num_blocks_to_take(sequence, num_slots) <= self._kv.num_free_blocks
-        else:
-            may_board = not num_running or batching.admission.may_board(sequence, self._kv)
-        return None if may_board else WaitingReason.CAPACITY
 
     def _launch(self, builder: PlanBuilder, now_s: float) -> StepPlan:
         preempted_ids, finished_ids = self._roster.take_announcements()

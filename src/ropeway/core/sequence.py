@@ -36,7 +36,7 @@ class WaitingReason(Enum):
 class Sequence:
     """One of the n sequences of a request.
 
-    num_computed_tokens chases num_tokens; a plan advances the first, a sampled token the second:
+    num_computed_tokens chases num_tokens; a plan advances the first, a sampled token the second (a decode's step both):
 
         0 ── num_computed_tokens ── num_tokens ── num_slots      num_computed <= num_tokens
              keys and values held   known         cache slots    num_computed <= num_slots == block_size x blocks
@@ -44,7 +44,8 @@ class Sequence:
     sequence_id: ascends with arrival, never reused. index: within the request, 0..n-1.
     max_num_tokens: those it has when it ends by length.
     num_tokens: known tokens, the prompt and what was generated.
-    num_computed_tokens: leading tokens whose keys and values are in the cache, or will be after the step in flight.
+    num_computed_tokens: leading tokens whose keys and values are in the cache; of a prompt, or will be after the step
+    in flight.
     num_prefill_tokens: tokens known when it was last admitted, or will be; below them it prefills, then it decodes.
     num_recompute_tokens: positions below this were computed before, and lost by preemption.
     num_slots: cache slots its blocks hold. block_ids: one block table per cache group. is_announced: it was in a plan.
@@ -54,6 +55,7 @@ class Sequence:
     block_hashes: of its full blocks, as far as known and, behind the prompt, computed; kept when it is preempted.
     tail_token_ids: the known tokens after those. num_tokens_to_seal: with so many tokens known, the next block has been
     computed; 0 until the prompt was hashed. (Without a prefix cache none of these is kept.)
+    num_tokens_to_attend: while it decodes, with so many tokens known a block is full or needed, or it ends.
     num_published_blocks: leading blocks of its table that others may share.
     match: what it would find in the prefix cache, as of when that was asked; nothing once it has boarded.
     """
@@ -62,11 +64,15 @@ class Sequence:
     request: Request
     index: int
     arrival_s: float = 0.0
+    # What each token of an answer needs comes first, so that it lies together in memory.
+    num_tokens: int = field(init=False)
+    num_computed_tokens: int = field(init=False, default=0)
+    num_tokens_to_attend: int = field(init=False, default=0)
+    tail_token_ids: list[int] = field(init=False, default_factory=list)
+    num_cached_tokens: int = field(init=False, default=0)
     rank: tuple[float, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
-    num_tokens: int = field(init=False)
-    num_computed_tokens: int = field(init=False, default=0)
     num_prefill_tokens: int = field(init=False)
     num_recompute_tokens: int = field(init=False, default=0)
     num_slots: int = field(init=False, default=0)
@@ -77,10 +83,8 @@ class Sequence:
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     waiting_reason: WaitingReason = field(init=False, default=WaitingReason.POLICY)
     finish_reason: FinishReason | None = field(init=False, default=None)
-    num_cached_tokens: int = field(init=False, default=0)
     num_tokens_to_seal: int = field(init=False, default=0)
     block_hashes: list[bytes] = field(init=False, default_factory=list)
-    tail_token_ids: list[int] = field(init=False, default_factory=list)
     num_published_blocks: int = field(init=False, default=0)
     match: PrefixMatch = field(init=False, default=NOTHING_CACHED)
 

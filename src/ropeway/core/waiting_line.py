@@ -110,6 +110,14 @@ class WaitingLine:
         """The place of a running sequence, or of the first of the line among them; the smallest comes first."""
         return (self._class_rank(sequence), *self._policy_of(sequence).key(sequence))
 
+    def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those running, the first of the order first."""
+        if not self._num_background:
+            return self._interactive.in_order(running)
+        classes = self._by_class(running)
+        interactive, background = self._interactive.in_order(classes[False]), self._background.in_order(classes[True])
+        return [*background, *interactive] if self._is_background_due else [*interactive, *background]
+
     def on_boarded(self, sequence: Sequence) -> None:
         """It runs, and will compute its tokens from num_computed_tokens on."""
         self._policy_of(sequence).on_boarded(sequence)
@@ -143,13 +151,11 @@ class WaitingLine:
         is_background = _is_background(newcomer)
         if not self._num_background:
             return self._interactive.victims_for(newcomer, running)
-        classes: tuple[list[Sequence], list[Sequence]] = ([], [])
-        for sequence in running:
-            classes[_is_background(sequence)].append(sequence)
+        classes = self._by_class(running)
         victims = self._policy_of(newcomer).victims_for(newcomer, classes[is_background])
         if is_background or self._is_background_due:
             return victims
-        return [*sorted(classes[True], key=self.key, reverse=True), *victims]
+        return [*reversed(self._background.in_order(classes[True])), *victims]
 
     def check_invariants(self, waiting: list[Sequence]) -> None:
         """Check that exactly `waiting` wait, in order. Raises AssertionError with the first violation."""
@@ -171,6 +177,12 @@ class WaitingLine:
         if not self._is_background_due:
             owed = max(owed, min(self._num_owed_tokens, 0.0))
         self._num_owed_tokens = min(owed + num_interactive * self._earned_per_token, SHARE_QUANTUM_TOKENS)
+
+    def _by_class(self, running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        classes: tuple[list[Sequence], list[Sequence]] = ([], [])
+        for sequence in running:
+            classes[_is_background(sequence)].append(sequence)
+        return classes
 
     def _class_rank(self, sequence: Sequence) -> bool:
         return _is_background(sequence) is not self._is_background_due
