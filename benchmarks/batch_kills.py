@@ -111,9 +111,13 @@ class Server:
         """Whether it is ready within that time. Raises RuntimeError where it has ended."""
         self._has_spoken.wait(timeout_s)
         if self._has_spoken.is_set() and self.url is None:
-            self._log.seek(0)
-            raise RuntimeError(f"the server ended by itself:\n{self._log.read()[-2000:]}")
+            raise RuntimeError(f"the server ended by itself:\n{self.log_tail()}")
         return self.url is not None
+
+    def log_tail(self) -> str:
+        """The last it wrote to stderr."""
+        self._log.seek(0)
+        return self._log.read()[-4000:]
 
     def end(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -124,6 +128,13 @@ class Server:
         self._log.close()
 
 
+def client_of(url: str, timeout_s: float) -> httpx.Client:
+    """A client that keeps no connections: on a busy machine it may be slower than the server's patience with idle
+    ones.
+    """
+    return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_keepalive_connections=0))
+
+
 @contextmanager
 def serving(model: str | Path, directory: Path, flags: Sequence[str]) -> Any:
     """A client of a server that lives as long as the block."""
@@ -131,8 +142,11 @@ def serving(model: str | Path, directory: Path, flags: Sequence[str]) -> Any:
     try:
         if not server.wait_ready(START_TIMEOUT_S):
             raise RuntimeError(f"the server was not ready within {START_TIMEOUT_S:g} s")
-        with httpx.Client(base_url=server.url or "", timeout=120) as client:
+        with client_of(server.url or "", 120) as client:
             yield client
+    except BaseException:
+        print(server.log_tail(), file=sys.stderr)
+        raise
     finally:
         server.end(signal.SIGTERM)
 
@@ -295,7 +309,7 @@ class Round:
         seen: Document = {"num_completed": None, "statuses": {}}
         content = self._rng.randbytes(self._rng.randint(1, 20_000))
         try:
-            with httpx.Client(base_url=url, timeout=30) as client:
+            with client_of(url, 30) as client:
                 self._check_files(client)
                 answer = client.post("/v1/files", files={"file": ("x", content)}, data={"purpose": "batch"})
                 self._files[answer.raise_for_status().json()["id"]] = content

@@ -74,6 +74,23 @@ def test_tokens_that_wait_are_bounded_but_not_what_one_prompt_may_have() -> None
         scheduler.add(make_request("short", 1, 1), 0.0)
 
 
+def test_background_requests_are_in_nobodys_way_at_the_door_and_are_never_refused() -> None:
+    background = ServiceTerms(is_background=True)
+    scheduler = Scheduler(SchedulerLimits(2, 64, 1000, QueueLimits(1, 12)), KVManager([64], 4))
+    for number in range(6):
+        scheduler.add(make_request(f"batch-{number}", 8, 100, stop=False, terms=background), 0.0)
+    run_step(scheduler)
+    for name in ("a", "b", "c"):  # two in the places of those that make way, and one that waits
+        scheduler.add(make_request(name, TOKENS_PER_PROMPT, 1), 0.0)
+    with pytest.raises(OverloadedError, match="3 requests wait"):
+        scheduler.add(make_request("d", TOKENS_PER_PROMPT, 1), 0.0)
+    scheduler.add(make_request("batch-6", 8, 100, stop=False, terms=background), 0.0)
+    scheduler.check_invariants()
+    for number in range(7):
+        scheduler.abort(f"batch-{number}")
+        scheduler.check_invariants()
+
+
 def test_out_of_time_ends_what_runs_and_what_waits_and_frees_the_blocks() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make_request("runs", 8, 50, stop=False, terms=ServiceTerms(timeout_s=10, queue_timeout_s=5)), 0.0)

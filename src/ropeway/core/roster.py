@@ -36,6 +36,8 @@ class Roster:
         self.ending_token_ids: dict[int, int] = {}
         self.num_preempted = 0  # of those in line
         self.num_queued_tokens = 0  # known tokens of those in line
+        self.num_queued_background_tokens = 0  # of which background sequences have so many
+        self.num_running_background = 0
         self.num_preemptions = 0
         self.num_finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._kv = kv
@@ -45,12 +47,13 @@ class Roster:
         self._newly_preempted_ids: list[int] = []
         self._newly_finished_ids: list[int] = []
         self._started_ids: set[str] = set()  # of the requests in use, those that have run
+        self._num_unstarted_background = 0  # requests that have not
         self._newly_started_ids: list[str] = []
 
     @property
-    def num_unstarted_requests(self) -> int:
-        """Requests none of whose sequences has run."""
-        return len(self._requests) - len(self._started_ids)
+    def num_unstarted_interactive(self) -> int:
+        """Requests none of whose sequences has run, but for background ones."""
+        return len(self._requests) - len(self._started_ids) - self._num_unstarted_background
 
     def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
         """The sequences of a request in use; empty for others."""
@@ -68,9 +71,10 @@ class Roster:
         sequences = tuple([Sequence(first_id + i, request, i, now_s) for i in range(request.params.n)])
         self._next_sequence_id += len(sequences)
         self._requests[request.request_id] = sequences
+        self._num_unstarted_background += request.terms.is_background
         for sequence in sequences:
             self.sequences[sequence.sequence_id] = sequence
-            self.num_queued_tokens += sequence.num_tokens
+            self._count_queued(sequence, 1)
             self.line.push(sequence, now_s)
         for token_id in request.stop_token_ids:
             self.ending_token_ids[token_id] = self.ending_token_ids.get(token_id, 0) + 1
@@ -84,7 +88,8 @@ class Roster:
     def board(self) -> Sequence:
         """The first of the line runs, with the blocks that the admission grants it."""
         sequence = self.line.pop()
-        self.num_queued_tokens -= sequence.num_tokens
+        self._count_queued(sequence, -1)
+        self.num_running_background += sequence.request.terms.is_background
         self._kv.board(sequence, self._admission.num_slots(sequence))
         self.num_preempted -= sequence.state is SequenceState.PREEMPTED
         sequence.state = SequenceState.RUNNING
@@ -95,6 +100,7 @@ class Roster:
         request_id = sequence.request.request_id
         if request_id not in self._started_ids:
             self._started_ids.add(request_id)
+            self._num_unstarted_background -= sequence.request.terms.is_background
             self._newly_started_ids.append(request_id)
         return sequence
 
@@ -121,7 +127,7 @@ class Roster:
         sequence.state = SequenceState.PREEMPTED
         sequence.waiting_reason = reason
         self._admission.on_preempted(sequence)
-        self.num_queued_tokens += sequence.num_tokens
+        self._count_queued(sequence, 1)
         self.line.push(sequence, now_s)
         self._newly_preempted_ids.append(sequence.sequence_id)
         self.preempted_now_ids.add(sequence.sequence_id)
@@ -137,6 +143,9 @@ class Roster:
         del self.sequences[sequence_id]
         if all([s.finish_reason for s in self._requests[request_id]]):
             del self._requests[request_id]
+            self._num_unstarted_background -= (
+                sequence.request.terms.is_background and request_id not in self._started_ids
+            )
             self._forget_ending(sequence.request)
             self._started_ids.discard(request_id)
         is_running = sequence.state is SequenceState.RUNNING
@@ -144,7 +153,7 @@ class Roster:
             self._leave_batch(sequence)
         else:
             self.num_preempted -= sequence.state is SequenceState.PREEMPTED
-            self.num_queued_tokens -= sequence.num_tokens
+            self._count_queued(sequence, -1)
             self.line.remove(sequence)
         if is_running and is_retained:
             sequence.state = SequenceState.RETAINED
@@ -172,6 +181,7 @@ class Roster:
 
     def _leave_batch(self, sequence: Sequence) -> None:
         del self.running[sequence.sequence_id]
+        self.num_running_background -= sequence.request.terms.is_background
         if not self.decodes.discard(sequence):
             del self.prefilling[sequence.sequence_id]
 
@@ -180,6 +190,11 @@ class Roster:
             self.ending_token_ids[token_id] -= 1
             if not self.ending_token_ids[token_id]:
                 del self.ending_token_ids[token_id]
+
+    def _count_queued(self, sequence: Sequence, sign: int) -> None:
+        """A sequence joins the line (1) or leaves it (-1)."""
+        self.num_queued_tokens += sign * sequence.num_tokens
+        self.num_queued_background_tokens += sign * sequence.num_tokens * sequence.request.terms.is_background
 
     def _release(self, sequence: Sequence) -> None:
         self._kv.free(sequence)
@@ -222,6 +237,7 @@ class Roster:
         self.line.check_invariants(waiting)
         assert self.num_preempted == sum(s.state is SequenceState.PREEMPTED for s in waiting), "preempted miscounted"
         assert self.num_queued_tokens == sum(s.num_tokens for s in waiting), "tokens in line miscounted"
+        self._check_background(waiting)
         assert self._started_ids <= self._requests.keys(), "a request that ended counts as started"
         for state, place in ((SequenceState.RUNNING, self.running), (SequenceState.RETAINED, self.retained)):
             assert all(s.state is state for s in place.values()), f"a sequence among the {state.value} is not"
@@ -237,3 +253,12 @@ class Roster:
         for sequence in sequences:
             assert sequence in self.sequences_of(sequence.request.request_id), "a sequence without its request"
         self._kv.check_invariants([*self.running.values(), *self.retained.values()])
+
+    def _check_background(self, waiting: Iterable[Sequence]) -> None:
+        num_tokens = sum(s.num_tokens for s in waiting if s.request.terms.is_background)
+        assert self.num_queued_background_tokens == num_tokens, "background tokens in line miscounted"
+        num_running = sum(s.request.terms.is_background for s in self.running.values())
+        assert self.num_running_background == num_running, "running background sequences miscounted"
+        unstarted = self._requests.keys() - self._started_ids
+        num_unstarted = sum(any(s.request.terms.is_background for s in self._requests[name]) for name in unstarted)
+        assert self._num_unstarted_background == num_unstarted, "background requests to begin miscounted"

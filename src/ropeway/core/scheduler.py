@@ -85,16 +85,13 @@ class Scheduler:
         """Accept a request: its n sequences, waiting.
 
         Raises InvalidRequestError for an empty prompt or an id in use, RequestTooLargeError for what could never fit,
-        OverloadedError where the queue is full or a latency target could not be met.
+        OverloadedError where the queue is full or a latency target could not be met. Background requests are never
+        refused for those, and are in nobody's way there: they wait as long as they must, and make way.
         """
         self._limits.check_fits(request, self._kv)
-        roster, num_prompt_tokens = self._roster, len(request.prompt_token_ids)
-        num_new_tokens = num_prompt_tokens * request.params.n
-        self._limits.queue.check(
-            roster.num_unstarted_requests, roster.num_queued_tokens, self._num_places, num_new_tokens
-        )
-        self._pacing.check_arrival(num_prompt_tokens, roster.num_queued_tokens)
-        sequences = roster.add(request, now_s)
+        if not request.terms.is_background:
+            self._check_room(request)
+        sequences = self._roster.add(request, now_s)
         self._deadlines.add(sequences)
         return sequences
 
@@ -275,9 +272,18 @@ class Scheduler:
             pacing=self._pacing.stats(),
         )
 
+    def _check_room(self, request: Request) -> None:
+        roster, num_prompt_tokens = self._roster, len(request.prompt_token_ids)
+        num_queued_tokens = roster.num_queued_tokens - roster.num_queued_background_tokens
+        num_new_tokens = num_prompt_tokens * request.params.n
+        self._limits.queue.check(roster.num_unstarted_interactive, num_queued_tokens, self._num_places, num_new_tokens)
+        self._pacing.check_arrival(num_prompt_tokens, num_queued_tokens)
+
     @property
     def _num_places(self) -> int:
-        return max(0, self._max_num_running - len(self._roster.running))
+        """Free for interactive sequences: background ones make way for them."""
+        roster = self._roster
+        return max(0, self._max_num_running - len(roster.running) + roster.num_running_background)
 
     @property
     def _waiting_reason(self) -> str | None:

@@ -81,7 +81,7 @@ class AsyncEngine:
         self._thread = EngineThread(engine, self._deliver_soon, meter)
         self._queue_limits = engine.queue_limits
         self._open: dict[str, _OpenRequest] = {}
-        self._num_unstarted = 0  # of the open requests
+        self._num_unstarted = 0  # of the open requests, but for background ones
         self._num_unstarted_tokens = 0  # of their prompts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
@@ -282,7 +282,9 @@ class AsyncEngine:
         self.metrics.on_scheduled(entry.times, now_s)
 
     def _count_unstarted(self, entry: _OpenRequest, num_requests: int) -> None:
-        """An entry joins (1) those that have not started, or leaves them (-1)."""
+        """An entry joins (1) those that have not started, or leaves them (-1). The background is in nobody's way."""
+        if entry.assembler.request.terms.is_background:
+            return
         self._num_unstarted += num_requests
         self._num_unstarted_tokens += num_requests * entry.times.num_prompt_tokens * entry.assembler.request.params.n
 

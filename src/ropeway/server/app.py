@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
-    """The ASGI application. Its lifespan starts the engine and shuts it down."""
+    """The ASGI application. Its lifespan starts the engine and shuts it down; `state.batches` is its batch service."""
 
     book = RequestBook(llm.engine)
     batches = BatchService(llm, config, keys)
@@ -80,6 +80,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
         },
         lifespan=lifespan,
     )
+    app.state.batches = batches
     app.add_middleware(AccessGuard, keys=keys)
     app.add_middleware(RequestIds, has_access_log=config.has_access_log)  # added last, so around the guard
     return app

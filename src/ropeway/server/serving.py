@@ -21,6 +21,7 @@ import uvicorn
 from ropeway.errors import ConfigError
 from ropeway.llm import AsyncLLM
 from ropeway.server.app import create_app
+from ropeway.server.batch_service import BatchService
 from ropeway.server.config import ServerConfig
 from ropeway.server.tenants import KeyRing, load_key_file
 
@@ -40,9 +41,10 @@ def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_read
     on_ready: called once connections are accepted.
     """
     keys = KeyRing(config.api_keys, config.admin_api_key)
+    app = create_app(llm, config, keys)
     server = _Server(
         uvicorn.Config(
-            create_app(llm, config, keys),
+            app,
             http="httptools",
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             log_config=None,
@@ -55,6 +57,7 @@ def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_read
         config,
         keys,
         on_ready,
+        app.state.batches,
     )
     server.run(sockets=[sock])
     if server.force_exit:
@@ -72,6 +75,7 @@ class _Server(uvicorn.Server):
         config: ServerConfig,
         keys: KeyRing,
         on_ready: Callable[[], None],
+        batches: BatchService,
     ) -> None:
         super().__init__(uvicorn_config)
         self._llm = llm
@@ -79,6 +83,7 @@ class _Server(uvicorn.Server):
         self._keys = keys
         self._api_key_file = config.api_key_file
         self._on_ready = on_ready
+        self._batches = batches
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -98,6 +103,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the door, then waits for the streams: as long as allowed for their ends, then for their aborts."""
+        self._batches.stop_taking()
         closing = asyncio.create_task(self._end_streams())
         try:
             await super().shutdown(sockets=sockets)
