@@ -89,19 +89,19 @@ evidence-batch-kills: ## batches whose server is killed 210 times: the same answ
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/batch_kills.py $(ARGS)
 
-evidence-no-collapse: ## a pool for a quarter of the load, three admissions at every concurrency limit (virtual time, under 5 minutes; ARGS=--real for a real point)
+evidence-no-collapse: ## a pool for a quarter of the load, three admissions at every concurrency limit (virtual time, under 5 minutes; ARGS=--real: one point on a real server)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/no_collapse.py $(ARGS)
 
-evidence-fairness: ## one tenant floods, another asks seldom: time to first token under vtc and fcfs (virtual time, under 5 minutes; ARGS=--real for a real point)
+evidence-fairness: ## one tenant floods, another asks seldom: time to first token under vtc and fcfs (virtual time, under 5 minutes; ARGS=--real: one point on a real server)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/fairness.py $(ARGS)
 
-evidence-slo: ## TPOT targets under load: windows held, refusals, throughput (virtual time, under 5 minutes; ARGS=--real for a real point)
+evidence-slo: ## TPOT targets under load: windows held, refusals, throughput (virtual time, under 5 minutes; ARGS=--real: one point on a real server)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/slo.py $(ARGS)
 
-evidence-replay: ## an hour of mixed traffic, logged and replayed byte for byte (virtual time, under 5 minutes; ARGS=--real for a real point)
+evidence-replay: ## an hour of mixed traffic, logged and replayed byte for byte (virtual time, under 5 minutes; ARGS=--real: one point on a real server)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/replay_hour.py $(ARGS)
 

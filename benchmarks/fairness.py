@@ -1,7 +1,7 @@
 """Fairness: one tenant floods, another sends one request at a time. How long does the second wait for its first token?
 
     make evidence-fairness                  vtc and fcfs, alone and flooded, in virtual time
-    make evidence-fairness ARGS=--real      the flooded point under vtc again on the real engine
+    make evidence-fairness ARGS=--real      the flooded point under vtc on a real server, and again in virtual time
 
 The flood is 50 clients that send prompts of 512 tokens and take 256 back, each again as soon as it is answered: 50
 requests open for the other tenant's one, which keeps the batch (32) and the pool full. The other sends 128 tokens,
@@ -15,9 +15,10 @@ from __future__ import annotations
 import random
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from harness.real import RealMachine
+from harness.real import World, compare
 from harness.virtual import (
     Point,
     find,
@@ -49,8 +50,8 @@ POLICIES = ("vtc", "fcfs")
 class Clients:
     """The flood, and the one who comes later and sends num_quiet requests; the flood ends with it."""
 
-    def __init__(self, simulation: Simulation, *, num_flooding: int, num_quiet: int, seed: int) -> None:
-        self._simulation = simulation
+    def __init__(self, world: World, *, num_flooding: int, num_quiet: int, seed: int) -> None:
+        self._world = world
         self._num_flooding = num_flooding
         self._num_quiet = num_quiet
         self._random = random.Random(seed)
@@ -66,7 +67,7 @@ class Clients:
         return [*flood, self._quiet(quiet_s)]
 
     def next(self, passage: Passage) -> Arrival | None:
-        now_s = self._simulation.clock()
+        now_s = self._world.clock()
         if passage.arrival.request.terms.tenant == FLOOD:
             return self._flood(now_s, FLOOD_LENGTHS) if self._num_quiet_sent < self._num_quiet else None
         if self._num_quiet_sent < self._num_quiet:
@@ -95,38 +96,28 @@ def recipe_for(policy: str, prior: dict[str, float]) -> SchedulerRecipe:
     )
 
 
-def drive(simulation: Simulation, *, num_flooding: int, num_quiet: int, seed: int, warm_up_s: float) -> dict[str, Any]:
-    """Runs it; the figures of the quiet tenant."""
-    clients = Clients(simulation, num_flooding=num_flooding, num_quiet=num_quiet, seed=seed)
-    times_s: list[float] = []
-    before = [simulation.clock()]
-    num_running: list[int] = []
-
-    def on_step(simulation: Simulation) -> None:
-        now_s = simulation.clock()
-        stats = simulation.engine.stats()
-        if num_flooding == 0 or stats.num_running >= BATCH // 2:
-            times_s.append(now_s - before[0])
-            num_running.append(stats.num_running)
-        before[0] = now_s
-
-    start_s = simulation.clock()
-    simulation.run(clients.first(start_s + warm_up_s), follow_up=clients.next, on_step=on_step)
-    quiet = [p for p in simulation.passages if p.arrival.request.terms.tenant == QUIET]
-    flood = [
-        p for p in simulation.passages if p.arrival.request.terms.tenant == FLOOD and p.arrival.arrival_s > warm_up_s
-    ]
-    stats = simulation.engine.stats()
+def drive(
+    world: World,
+    *,
+    num_flooding: int,
+    num_quiet: int,
+    seed: int,
+    warm_up_s: float,
+    on_step: Callable[[Any], None] | None = None,
+) -> dict[str, Any]:
+    """Runs it; the figures of the quiet tenant, and the tokens of both."""
+    clients = Clients(world, num_flooding=num_flooding, num_quiet=num_quiet, seed=seed)
+    start_s = world.clock()
+    world.run(clients.first(start_s + warm_up_s), follow_up=clients.next, on_step=on_step)
+    quiet = [p for p in world.passages if p.arrival.request.terms.tenant == QUIET]
+    flood = [p for p in world.passages if p.arrival.request.terms.tenant == FLOOD and p.arrival.arrival_s > warm_up_s]
     return {
         "num_quiet": len(quiet),
         "ttft_p50_s": percentile(ttfts_s(quiet), 0.5),
         "ttft_p99_s": percentile(ttfts_s(quiet), 0.99),
         "flood_ttft_p50_s": percentile(ttfts_s(flood), 0.5) if flood else 0.0,
-        "median_step_s": statistics.median(times_s),
-        "mean_running": statistics.fmean(num_running),
-        "output_tokens_per_s": stats.num_generation_tokens / (simulation.clock() - start_s),
-        "num_preemptions": stats.num_preemptions,
-        "ttfts_s": sorted(ttfts_s(quiet)),
+        "tpot_p50_s": percentile([p.tpot_s for p in quiet if p.tpot_s is not None], 0.5),
+        "output_tokens_per_s": world.num_output_tokens / (world.clock() - start_s),
     }
 
 
@@ -135,14 +126,36 @@ def measure(point: Point) -> dict[str, Any]:
     cost = COST_MODELS[str(point["machine"])]
     seed = int(str(point["seed"]))
     recipe = recipe_for(str(point["policy"]), prior_of(cost))
-    is_flooded = bool(point["is_flooded"])
-    return drive(
-        simulate(recipe.make(), cost, noise=NOISE, seed=seed),
-        num_flooding=NUM_FLOODING if is_flooded else 0,
+    num_flooding = NUM_FLOODING if point["is_flooded"] else 0
+    simulation = simulate(recipe.make(), cost, noise=NOISE, seed=seed)
+    times_s: list[float] = []
+    num_running: list[int] = []
+    before_s = simulation.clock()
+
+    def on_step(simulation: Simulation) -> None:
+        nonlocal before_s
+        now_s, stats = simulation.clock(), simulation.engine.stats()
+        if num_flooding == 0 or stats.num_running >= BATCH // 2:
+            times_s.append(now_s - before_s)
+            num_running.append(stats.num_running)
+        before_s = now_s
+
+    figures = drive(
+        simulation,
+        num_flooding=num_flooding,
         num_quiet=int(str(point["num_quiet"])),
         seed=seed,
         warm_up_s=WARM_UP_S,
+        on_step=on_step,
     )
+    quiet = [p for p in simulation.passages if p.arrival.request.terms.tenant == QUIET]
+    return {
+        **figures,
+        "median_step_s": statistics.median(times_s),
+        "mean_running": statistics.fmean(num_running),
+        "num_preemptions": simulation.engine.stats().num_preemptions,
+        "ttfts_s": sorted(ttfts_s(quiet)),
+    }
 
 
 def points_of(machines: tuple[str, ...], num_quiet: int, seed: int) -> list[Point]:
@@ -181,12 +194,13 @@ def plot(document: dict[str, Any]) -> str:
 
 
 def compare_with_real(args: Any) -> int:
-    """The flood under vtc, on the real engine and in virtual time."""
-    return RealMachine().compare(
+    """The flood under vtc, on a server and in virtual time."""
+    return compare(
         "fairness",
-        lambda prior: recipe_for("vtc", prior),
-        lambda simulation: drive(simulation, num_flooding=NUM_FLOODING, num_quiet=30, seed=args.seed, warm_up_s=20.0),
-        ("ttft_p50_s", "output_tokens_per_s"),
+        recipe_for("vtc", {}),
+        lambda world: drive(world, num_flooding=NUM_FLOODING, num_quiet=30, seed=args.seed, warm_up_s=15.0),
+        ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "flood_ttft_p50_s", "output_tokens_per_s"),
+        (FLOOD, QUIET),
     )
 
 

@@ -1,7 +1,7 @@
 """No collapse: a pool for a quarter of the load, answers of unknown length, and a load that changes half-way.
 
     make evidence-no-collapse                  every admission at every concurrency limit, in virtual time
-    make evidence-no-collapse ARGS=--real      one point again on the real engine
+    make evidence-no-collapse ARGS=--real      one smaller point on a real server, and again in virtual time
 
 128 clients of three tenants send one request after the other. Every request says max_tokens 1024 and ends earlier by a
 sampled stop token; how much earlier depends on the tenant, and changes abruptly when half of the requests were sent.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.real import RealMachine
+from harness.real import World, compare
 from harness.virtual import (
     Point,
     find,
@@ -40,7 +40,7 @@ from ropeway.bench.workload import LengthDistribution
 from ropeway.core.params import ServiceTerms
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.sim.cost_model import COST_MODELS
-from ropeway.sim.simulator import Arrival, Lengths, Passage, Simulation, make_arrival, simulate
+from ropeway.sim.simulator import Arrival, Lengths, Passage, make_arrival, simulate
 
 MAX_TOKENS = 1024
 # Every limit is tried where it matters: an optimistic batch. `reserve` is full with 8; `predictive` limits itself.
@@ -109,9 +109,9 @@ def _lengths(load: Load) -> list[list[Lengths]]:
 class Clients:
     """A closed loop over the load: client c belongs to tenant c mod 3, and sends the next request of all."""
 
-    def __init__(self, load: Load, simulation: Simulation) -> None:
+    def __init__(self, load: Load, world: World) -> None:
         self._load = load
-        self._simulation = simulation
+        self._world = world
         self._lengths = load.lengths()
         self._num_sent = 0
         self.last_sent_s = 0.0
@@ -126,12 +126,12 @@ class Clients:
         return self._send(tenant) if self._num_sent < self._load.num_requests else None
 
     def _send(self, tenant: int) -> Arrival:
-        number, now_s = self._num_sent, self._simulation.clock()
+        number, now_s = self._num_sent, self._world.clock()
         self._num_sent += 1
         self._tenant_of[str(number)] = tenant
         if self._num_sent == self._load.num_requests:
             self.last_sent_s = now_s
-            self.num_tokens_then = self._simulation.engine.stats().num_generation_tokens
+            self.num_tokens_then = self._world.num_output_tokens
         return make_arrival(number, now_s, self._lengths[number][tenant], ServiceTerms(tenant=TENANTS[tenant].name))
 
 
@@ -147,21 +147,21 @@ def recipe_for(load: Load, admission: str, limit: int, prior: dict[str, float]) 
     )
 
 
-def drive(simulation: Simulation, load: Load) -> dict[str, Any]:
-    """Runs the whole load; the figures."""
-    clients = Clients(load, simulation)
-    start_s = simulation.clock()
-    simulation.run(clients.first(), follow_up=clients.next)
-    stats = simulation.engine.stats()
-    num_computed = stats.num_prompt_tokens + stats.num_generation_tokens + stats.num_recomputed_tokens
+def drive(world: World, load: Load) -> dict[str, Any]:
+    """Runs the whole load; the figures of its clients."""
+    clients = Clients(load, world)
+    start_s = world.clock()
+    world.run(clients.first(), follow_up=clients.next)
+    tpots_s = [passage.tpot_s for passage in world.passages if passage.tpot_s is not None]
     return {
         "output_tokens_per_s": clients.num_tokens_then / (clients.last_sent_s - start_s),
-        "recomputed_share": stats.num_recomputed_tokens / num_computed,
-        "num_preemptions": stats.num_preemptions,
-        "ttft_p50_s": percentile(ttfts_s(simulation.passages), 0.5),
-        "ttft_p99_s": percentile(ttfts_s(simulation.passages), 0.99),
-        "num_steps": stats.num_steps,
-        "duration_s": simulation.clock() - start_s,
+        "ttft_p50_s": percentile(ttfts_s(world.passages), 0.5),
+        "ttft_p90_s": percentile(ttfts_s(world.passages), 0.9),
+        "ttft_p99_s": percentile(ttfts_s(world.passages), 0.99),
+        "tpot_p50_s": percentile(tpots_s, 0.5),
+        "tpot_p90_s": percentile(tpots_s, 0.9),
+        "tpot_p99_s": percentile(tpots_s, 0.99),
+        "duration_s": world.clock() - start_s,
     }
 
 
@@ -170,7 +170,15 @@ def measure(point: Point) -> dict[str, Any]:
     load = Load(int(str(point["num_clients"])), int(str(point["num_requests"])), int(str(point["seed"])))
     cost = COST_MODELS[str(point["machine"])]
     recipe = recipe_for(load, str(point["admission"]), int(str(point["limit"])), prior_of(cost))
-    return drive(simulate(recipe.make(), cost, noise=NOISE, seed=load.seed), load)
+    simulation = simulate(recipe.make(), cost, noise=NOISE, seed=load.seed)
+    figures, stats = drive(simulation, load), simulation.engine.stats()
+    num_computed = stats.num_prompt_tokens + stats.num_generation_tokens + stats.num_recomputed_tokens
+    return {
+        **figures,
+        "recomputed_share": stats.num_recomputed_tokens / num_computed,
+        "num_preemptions": stats.num_preemptions,
+        "num_steps": stats.num_steps,
+    }
 
 
 def points_of(load: Load, machines: tuple[str, ...]) -> list[Point]:
@@ -221,14 +229,14 @@ def plot(document: dict[str, Any]) -> str:
 
 
 def compare_with_real(args: Any) -> int:
-    """A small load on the real engine, and again in virtual time on a machine fitted to that run's own steps."""
-    load = Load(num_clients=24, num_requests=96, seed=args.seed)
-    machine = RealMachine()
-    return machine.compare(
+    """A smaller load on a server, and again in virtual time."""
+    load = Load(num_clients=40, num_requests=200, seed=args.seed)
+    return compare(
         "no-collapse",
-        lambda prior: recipe_for(load, "predictive", 24, prior),
-        lambda simulation: drive(simulation, load),
-        ("output_tokens_per_s",),
+        recipe_for(load, "predictive", 40, {}),
+        lambda world: drive(world, load),
+        ("output_tokens_per_s", "ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s"),
+        [tenant.name for tenant in TENANTS],
     )
 
 

@@ -1,7 +1,10 @@
 """An hour of mixed traffic, logged and replayed: the schedule must come out the same, byte for byte.
 
     make evidence-replay                  an hour of virtual time
-    make evidence-replay ARGS=--real      a minute of it on the real engine, whose log must replay as well
+    make evidence-replay ARGS=--real      a minute and a half of it on a real server, whose log must replay as well
+
+On the server, clients leave once they have so many tokens, and there is neither background work nor a step that fails.
+The same minutes in virtual time must then look alike to the clients.
 
 Mixed: two interactive tenants and a background one, several users, prompts that begin alike, answers in threes, clients
 who leave, texts that end early, steps that fail, a pool that is too small for the busy quarters of the hour.
@@ -15,15 +18,16 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.real import RealMachine
+from harness.real import World, compared, serve
 from harness.results import new_document, result_path, save
-from harness.virtual import make_parser, prior_of, tell, verdict
+from harness.virtual import make_parser, percentile, prior_of, tell, ttfts_s, verdict
 from ropeway.bench.workload import LengthDistribution
 from ropeway.core.decision_log import DecisionLog
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
@@ -33,6 +37,7 @@ from ropeway.engine.decision_log_file import DecisionLogFile
 from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
 from ropeway.engine.engine import Engine
 from ropeway.sim.cost_model import TWO_CORES
+from ropeway.sim.recorded_steps import recorded_steps
 from ropeway.sim.replay import Replay, ReplayDifference
 from ropeway.sim.simulator import STOP_TOKEN_ID, AnswerLengths, Arrival, ScriptedRunner, Simulation, VirtualClock
 from ropeway.sim.timeline import Timeline
@@ -54,13 +59,13 @@ class SometimesFailing(ScriptedRunner):
             raise RuntimeError("a step that fails on purpose")
 
 
-def traffic(duration_s: float, seed: int) -> list[Arrival]:
-    """Arrivals of `duration_s`, whose four quarters have the QUARTER_RATES."""
+def traffic(duration_s: float, seed: int, rates: Sequence[float] = QUARTER_RATES) -> list[Arrival]:
+    """Arrivals of `duration_s`, whose four quarters have these rates."""
     draw, rng = random.Random(seed), np.random.default_rng(seed)
     arrivals: list[Arrival] = []
     now_s = 0.0
     for number in itertools.count():
-        now_s += draw.expovariate(QUARTER_RATES[min(3, int(4 * now_s / duration_s))])
+        now_s += draw.expovariate(rates[min(3, int(4 * now_s / duration_s))])
         if now_s >= duration_s:
             return arrivals
         num_prompt_tokens, num_output_tokens = PROMPTS.draw(rng, 1)[0], OUTPUTS.draw(rng, 1)[0]
@@ -152,19 +157,66 @@ def replay(path: Path) -> dict[str, Any]:
     }
 
 
+REAL_DURATION_S = 90.0
+REAL_RATES = (1.0, 4.0, 2.0, 5.0)
+NUM_BEFORE_LEAVING = 12
+
+
+def drive_real(world: World, seed: int) -> dict[str, Any]:
+    """A minute and a half of traffic like the hour's; the figures of those who stayed."""
+    arrivals = [
+        replace(a, request=replace(a.request, terms=replace(a.request.terms, is_background=False)))
+        for a in traffic(REAL_DURATION_S, seed, REAL_RATES)
+    ]
+    leaving = {a.request.request_id for a in arrivals[::15]}
+
+    def leave(world: World) -> None:
+        for passage in world.passages:
+            request_id = passage.arrival.request.request_id
+            if request_id in leaving and passage.num_output_tokens >= NUM_BEFORE_LEAVING and passage.end_s is None:
+                world.abort(request_id)
+
+    world.run(arrivals, on_step=leave)
+    stayed = [passage for passage in world.passages if passage.finish_reason != "abort"]
+    tpots_s = [p.tpot_s for p in stayed if p.arrival.request.params.n == 1 and p.tpot_s is not None]
+    return {
+        "num_requests": len(arrivals),
+        "num_left": len(arrivals) - len(stayed),
+        "output_tokens_per_s": world.num_output_tokens / world.clock(),
+        "ttft_p50_s": percentile(ttfts_s(stayed), 0.5),
+        "ttft_p99_s": percentile(ttfts_s(stayed), 0.99),
+        "tpot_p50_s": percentile(tpots_s, 0.5),
+        "tpot_p99_s": percentile(tpots_s, 0.99),
+    }
+
+
+def replay_real(seed: int) -> int:
+    """The log of a server must replay; and the same traffic in virtual time must look alike."""
+    run = serve(recipe_for({}), lambda world: drive_real(world, seed), ("north", "south", "night"))
+    document = new_document("replay-real", {"seed": seed, "recipe": run.recipe.to_values()})
+    figures = ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
+    num_recorded = len(recorded_steps(DecisionLog(run.log)))
+    verdicts = [
+        verdict(
+            "steps of the server's log replayed byte for byte", run.stats.num_steps, num_recorded, is_at_most=False
+        ),
+        *compared(run, lambda world: drive_real(world, seed), figures, document),
+    ]
+    return tell(document, result_path(document), verdicts)
+
+
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--duration", type=float, default=HOUR_S, metavar="SECONDS", help="of virtual time")
     args = parser.parse_args()
-    document = new_document("replay", {"seed": args.seed, "duration_s": args.duration, "is_real": args.real})
+    if args.real:
+        return replay_real(args.seed)
+    document = new_document("replay", {"seed": args.seed, "duration_s": args.duration})
     path = result_path(document)
     log_path = path.with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
-    if args.real:
-        stats = RealMachine().record(log_path, recipe_for, traffic(60.0, args.seed), leave_and_stop(args.seed))
-    else:
-        stats = record(log_path, args.duration, args.seed).engine.stats()
+    stats = record(log_path, args.duration, args.seed).engine.stats()
     document["record_wall_s"] = time.monotonic() - start_s
     print(f"recorded {stats.num_steps} steps in {document['record_wall_s']:.0f} s", flush=True)
     result = replay(log_path)

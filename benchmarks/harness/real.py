@@ -1,172 +1,206 @@
-"""One point of an experiment on the real engine, and again in virtual time on a machine fitted to that very run.
+"""One point of an experiment on a real server over HTTP, and again in virtual time on a machine fitted to that run.
 
-The engine, its runner and its backend are real, and so is the time; only where an answer ends is scripted, by putting a
-stop token in the place of what was drawn. Knows no experiment.
+`ropeway serve` runs with the default model and writes its decision log. The log must replay to the same schedule; the
+times of its steps give the machine; its header gives the scheduler, calibrated as it was. Knows no experiment.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import bisect
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from harness.processes import free_port, running_server
 from harness.results import new_document, result_path
-from harness.virtual import prior_of, tell, verdict
-from ropeway.catalog import DEFAULT_MODEL, resolve_model
-from ropeway.config import EngineConfig, free_memory_bytes, resolve
-from ropeway.core.params import Request
-from ropeway.core.plan import StepPlan, StepResult
+from harness.served_load import ServedLoad
+from harness.virtual import tell, verdict
+from ropeway.catalog import DEFAULT_MODEL
+from ropeway.core.decision_log import CommitRecord, DecisionLog
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
-from ropeway.engine.decision_log_file import DecisionLogFile
-from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
-from ropeway.engine.engine import Engine
-from ropeway.engine.runner import Runner
-from ropeway.llm import make_backend, model_facts
-from ropeway.model.loading import load_model
-from ropeway.sim.cost_model import CostModel, StepShape
-from ropeway.sim.simulator import AnswerLengths, Arrival, Lengths, Simulation, make_arrival, simulate
+from ropeway.sim.cost_model import CostModel
+from ropeway.sim.recorded_steps import fit_to, recorded_steps
+from ropeway.sim.replay import Replay
+from ropeway.sim.simulator import Arrival, FollowUp, Passage, simulate
 
 MOST_APART = 0.15
-MAX_LOG_BYTES = 1 << 30
+READY_TIMEOUT_S = 120.0
+NUM_VIRTUAL_RUNS = 5  # with other noise each; a figure is the median of theirs
+# Fields of a recipe and their flags; the rest of it must come out of the server as it was asked for.
+FLAGS = {
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "max_model_len": "--max-model-len",
+    "num_kv_blocks": "--num-kv-blocks",
+    "admission": "--admission",
+    "scheduling_policy": "--scheduling-policy",
+    "objective": "--objective",
+}
+TARGET_FLAGS = {"slo_ttft_s": "--slo-ttft-ms", "slo_tpot_s": "--slo-tpot-ms"}
 
 
-class WallClock:
-    """The time of the wall, in seconds from the start of the experiment. waited_s: of it, with nothing to do."""
+class World(Protocol):
+    """Where a load is driven: a simulation, or the clients of a server."""
 
-    def __init__(self) -> None:
-        self._start_s = time.monotonic()
-        self.waited_s = 0.0
+    passages: list[Passage]
 
-    def __call__(self) -> float:
-        return time.monotonic() - self._start_s
+    @property
+    def num_output_tokens(self) -> int: ...
 
-    def wait_until(self, time_s: float) -> None:
-        now_s = self()
-        time.sleep(max(0.0, time_s - now_s))
-        self.waited_s += self() - now_s
+    @property
+    def open_ids(self) -> list[str]: ...
+
+    def clock(self) -> float: ...
+
+    def run(
+        self,
+        arrivals: Iterable[Arrival],
+        *,
+        follow_up: FollowUp | None = None,
+        until_s: float | None = None,
+        on_step: Callable[[Any], None] | None = None,
+    ) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
 
 
-class ScriptedEnds:
-    """A real runner whose answers end where they were scripted to.
+Drive = Callable[[World], dict[str, Any]]
 
-    Keeps the shape of every step and its time, which is that from its launch to the next one's, less what was waited:
-    so it holds planning, committing and the harness, as the time of a virtual step does.
+
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """What a load on a server left behind. figures: of its clients. stats: of its scheduler, from the replayed log.
+
+    turnaround_s: from the commit of an answer's last token until its client knew, and as long again for its next
+    request: in the middle.
     """
 
-    def __init__(self, runner: Runner, lengths: AnswerLengths, clock: WallClock) -> None:
-        self._runner = runner
-        self._lengths = lengths
-        self._clock = clock
-        self._token_ids: tuple[int, ...] = ()
-        self._shapes: list[StepShape] = []
-        self._begun_s: list[float] = []  # without the time waited
+    figures: dict[str, Any]
+    recipe: SchedulerRecipe
+    log: bytes
+    stats: EngineStats
+    cost: CostModel
+    noise: float
+    turnaround_s: float
 
-    def add(self, sequence_id: int, request: Request, index: int) -> None:
-        self._lengths.begin(sequence_id, request)
-        self._runner.add(sequence_id, request, index)
-
-    def launch(self, plan: StepPlan) -> None:
-        self._token_ids = self._lengths.token_ids(plan)
-        self._begun_s.append(self._clock() - self._clock.waited_s)
-        self._shapes.append(StepShape.of(plan))
-        self._runner.launch(plan)
-
-    def collect(self) -> StepResult:
-        result = self._runner.collect()
-        assert not result.failed_sequence_ids, "a row had no token to draw"
-        return replace(result, token_ids=self._token_ids)
-
-    def fit(self) -> CostModel:
-        """What a step costs here."""
-        times_s = [after - before for before, after in itertools.pairwise(self._begun_s)]
-        return CostModel.fit(self._shapes[:-1], times_s)
+    def repeat(self, drive: Drive) -> tuple[dict[str, Any], EngineStats]:
+        """The same load in virtual time: the median of each figure over runs with other noise, and the last stats."""
+        runs = []
+        for seed in range(NUM_VIRTUAL_RUNS):
+            world = simulate(self.recipe.make(), self.cost, noise=self.noise, seed=seed, turnaround_s=self.turnaround_s)
+            runs.append(drive(world))
+        return {name: statistics.median(run[name] for run in runs) for name in runs[0]}, world.engine.stats()
 
 
-class RealMachine:
-    """The default model on this machine."""
+def serve(
+    recipe: SchedulerRecipe, drive: Drive, tenants: Sequence[str] = (), model: str | Path = DEFAULT_MODEL
+) -> ServedRun:
+    """Drives a load on a server that schedules by this recipe; each tenant gets a key.
 
-    def __init__(self) -> None:
-        path = resolve_model(DEFAULT_MODEL)
-        self._model = load_model(path)
-        self._name = path.stem
+    Raises ReplayDifference where the server's log does not replay to the same schedule.
+    """
+    keys = {tenant: f"key-of-{tenant}" for tenant in tenants}
+    with tempfile.TemporaryDirectory() as directory:
+        log_path = Path(directory) / "decisions"
+        with _running(_command(recipe, model, log_path), keys, Path(directory)) as url:
+            world = ServedLoad(url, keys)
+            figures = drive(world)
+        data = log_path.read_bytes()
+    served = SchedulerRecipe.from_values(DecisionLog(data).header)
+    _check_recipe(recipe, served)
+    steps = recorded_steps(DecisionLog(data))
+    cost, noise = fit_to(steps)
+    return ServedRun(figures, served, data, replayed_stats(data), cost, noise, _turnaround_s(data, world))
 
-    def compare(
-        self,
-        benchmark: str,
-        make_recipe: Callable[[dict[str, float]], SchedulerRecipe],
-        drive: Callable[[Simulation], dict[str, Any]],
-        figures: Sequence[str],
-    ) -> int:
-        """Drives a load on the real engine and in virtual time; the figures must be within 15 % of each other.
 
-        make_recipe: the scheduler, given what is known of the machine at the start.
-        """
-        recipe = make_recipe(self._calibrate(make_recipe({})))
-        simulation, runner = self._simulation(recipe)
-        real = drive(simulation)
-        _check(simulation)
-        cost = runner.fit()
-        virtual = drive(simulate(recipe.make(), cost))
-        document = new_document(f"{benchmark}-real", {"recipe": recipe.to_values(), "fitted": repr(cost)})
-        document |= {"real": real, "virtual": virtual}
-        verdicts = [
-            verdict(
-                f"{name}: virtual over real, less 1", abs(virtual[name] / real[name] - 1), MOST_APART, is_at_most=True
-            )
-            for name in figures
-        ]
-        for name in real:
-            print(f"{name:<24} real {real[name]:>10.4g}   virtual {virtual[name]:>10.4g}")
-        return tell(document, result_path(document), verdicts)
+def compare(
+    benchmark: str, recipe: SchedulerRecipe, drive: Drive, figures: Sequence[str], tenants: Sequence[str] = ()
+) -> int:
+    """Drives a load on a server and in virtual time; the figures must be within 15 % of each other."""
+    run = serve(recipe, drive, tenants)
+    document = new_document(f"{benchmark}-real", {"recipe": run.recipe.to_values()})
+    return tell(document, result_path(document), compared(run, drive, figures, document))
 
-    def record(
-        self,
-        log_path: Path,
-        make_recipe: Callable[[dict[str, float]], SchedulerRecipe],
-        arrivals: Sequence[Arrival],
-        on_step: Callable[[Simulation], None],
-    ) -> EngineStats:
-        """Serves arrivals on the real engine and writes the decision log of it; the engine's counters at the end."""
-        recipe = make_recipe(self._calibrate(make_recipe({})))
-        log = DecisionLogFile(log_path, recipe.to_values(), MAX_LOG_BYTES)
-        simulation, _ = self._simulation(recipe, DecisionRecorder(log.put, os.urandom(32)))
-        simulation.run(arrivals, on_step=on_step)
-        log.close()
-        _check(simulation)
-        return simulation.engine.stats()
 
-    def _calibrate(self, recipe: SchedulerRecipe) -> dict[str, float]:
-        """What a step costs on this machine, from a short load of prompts of all lengths and up to 12 decodes."""
-        simulation, runner = self._simulation(recipe)
-        lengths = [Lengths(16 * 2 ** (number % 6), 8 + number * 5 % 48, 64) for number in range(36)]
-        simulation.run([make_arrival(number, 0.1 * number, each) for number, each in enumerate(lengths)])
-        _check(simulation)
-        return prior_of(runner.fit())
-
-    def _simulation(
-        self, recipe: SchedulerRecipe, recorder: DecisionRecorder | None = None
-    ) -> tuple[Simulation, ScriptedEnds]:
-        config = EngineConfig(
-            max_model_len=recipe.max_model_len,
-            max_num_seqs=recipe.max_num_seqs,
-            max_num_batched_tokens=recipe.max_num_batched_tokens,
-            num_kv_blocks=recipe.num_kv_blocks,
+def compared(run: ServedRun, drive: Drive, figures: Sequence[str], document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Puts both sides into the document and prints them; the verdicts."""
+    virtual, stats = run.repeat(drive)
+    document["fitted"] = {"cost": asdict(run.cost), "noise": run.noise, "turnaround_s": run.turnaround_s}
+    document["real"] = {**run.figures, **counters(run.stats)}
+    document["virtual"] = {**virtual, **counters(stats)}
+    print(f"{run.cost}  noise {run.noise:.3f}  turnaround {run.turnaround_s * 1e3:.1f} ms")
+    for name, value in document["real"].items():
+        print(f"{name:<24} real {value:>10.4g}   virtual {document['virtual'][name]:>10.4g}")
+    return [
+        verdict(
+            f"{name}: virtual over real, less 1",
+            abs(virtual[name] / run.figures[name] - 1),
+            MOST_APART,
+            is_at_most=True,
         )
-        facts = resolve(config, model_facts(self._name, self._model, config), free_memory_bytes())
-        backend = make_backend(self._model, facts)
-        lengths, clock = AnswerLengths(), WallClock()
-        runner = ScriptedEnds(
-            Runner(backend, max_num_seqs=recipe.max_num_seqs, max_model_len=recipe.max_model_len), lengths, clock
-        )
-        hasher = None if recorder is None else RecordingHasher(recipe.block_size, recorder.note_hash)
-        return Simulation(Engine(recipe.make(hasher), runner, clock, recorder), lengths, clock), runner
+        for name in figures
+    ]
 
 
-def _check(simulation: Simulation) -> None:
-    if num_failed := simulation.engine.stats().num_failed_steps:
-        raise SystemExit(f"{num_failed} steps could not be computed: these figures would mean nothing")
+def counters(stats: EngineStats) -> dict[str, int]:
+    """What a schedule is known by."""
+    names = ("num_steps", "num_preemptions", "num_recomputed_tokens", "num_prompt_tokens", "num_generation_tokens")
+    return {name: getattr(stats, name) for name in names}
+
+
+def replayed_stats(log: bytes) -> EngineStats:
+    """The counters of the scheduler that wrote a log. Raises ReplayDifference."""
+    replay = Replay(DecisionLog(log))
+    for _ in replay.run():
+        pass
+    assert replay.cut_at is None, "the server was stopped in an orderly way"
+    return replay.stats()
+
+
+@contextmanager
+def _running(command: list[str], keys: Mapping[str, str], directory: Path) -> Iterator[str]:
+    """A server until the block ends; its address."""
+    port = free_port()
+    command = [*command, "--port", str(port)]
+    if keys:
+        key_path = directory / "keys.json"
+        key_path.write_text(json.dumps({key: {"tenant": tenant} for tenant, key in keys.items()}))
+        command += ["--api-key-file", str(key_path)]
+    with running_server(command, port, directory / "server.log", READY_TIMEOUT_S):
+        yield f"http://127.0.0.1:{port}"
+
+
+def _command(recipe: SchedulerRecipe, model: str | Path, log_path: Path) -> list[str]:
+    command = [sys.executable, "-m", "ropeway", "serve", str(model), "--decision-log", str(log_path)]
+    for name, flag in FLAGS.items():
+        command += [flag, str(getattr(recipe, name))]
+    for name, flag in TARGET_FLAGS.items():
+        target_s = getattr(recipe, name)
+        command += [] if target_s is None else [flag, str(target_s * 1e3)]
+    return command
+
+
+def _check_recipe(asked: SchedulerRecipe, served: SchedulerRecipe) -> None:
+    """Costs are the server's own to measure; the rest is what the experiment says it is about."""
+    asked_values, served_values = asked.to_values(), served.to_values()
+    other = {n: v for n, v in served_values.items() if not n.startswith("step_") and v != asked_values[n]}
+    if other:
+        raise SystemExit(f"the server schedules by {other}, which the experiment did not ask for")
+
+
+def _turnaround_s(log: bytes, world: ServedLoad) -> float:
+    """Both clocks are the machine's monotonic one."""
+    commits_s = [record.now_s for record in DecisionLog(log).records() if isinstance(record, CommitRecord)]
+    ways_s = []
+    for passage in world.passages:
+        if passage.end_s is not None and passage.finish_reason in ("stop", "length"):
+            end_s = world.start_s + passage.end_s
+            ways_s.append(end_s - commits_s[bisect.bisect_right(commits_s, end_s) - 1])
+    return 2 * statistics.median(ways_s)

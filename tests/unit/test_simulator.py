@@ -44,7 +44,7 @@ def test_a_shape_counts_the_pairs_of_a_plan() -> None:
     scheduler.add(arrival(1, 0.0, prompt=5).request, 0.0)
     plan = scheduler.plan(0.0)
     assert plan is not None and plan.num_tokens == (4, 2)
-    assert StepShape.of(plan) == StepShape(6, (1 + 2 + 3 + 4) + (1 + 2), 1)
+    assert StepShape.of(plan) == StepShape(6, (1 + 2 + 3 + 4) + (1 + 2), 1, 0)
 
 
 @pytest.mark.parametrize("truth", [TWO_CORES, ACCELERATOR])

@@ -167,17 +167,25 @@ class SimulationStalledError(Exception):
 class Simulation:
     """One engine, its clock and the lengths of its answers, and every request that passes through.
 
-    keeps_token_times: for gaps between tokens; costs memory in proportion to the tokens.
+    keeps_token_times: for gaps between tokens; costs memory in proportion to the tokens. turnaround_s: from the end of
+    an answer until what its client sends next can reach the engine.
     """
 
     def __init__(
-        self, engine: Engine, lengths: AnswerLengths, clock: Clock, *, keeps_token_times: bool = False
+        self,
+        engine: Engine,
+        lengths: AnswerLengths,
+        clock: Clock,
+        *,
+        keeps_token_times: bool = False,
+        turnaround_s: float = 0.0,
     ) -> None:
         self.engine = engine
         self.clock = clock
         self.passages: list[Passage] = []
         self._lengths = lengths
         self._keeps_token_times = keeps_token_times
+        self._turnaround_s = turnaround_s
         self._open: dict[str, Passage] = {}
         self._pending: list[tuple[float, int, Arrival]] = []
         self._order = count()
@@ -217,8 +225,8 @@ class Simulation:
                 if on_step is not None:
                     on_step(self)
 
-    def _expect(self, arrival: Arrival) -> None:
-        heapq.heappush(self._pending, (arrival.arrival_s, next(self._order), arrival))
+    def _expect(self, arrival: Arrival, not_before_s: float = 0.0) -> None:
+        heapq.heappush(self._pending, (max(arrival.arrival_s, not_before_s), next(self._order), arrival))
 
     def _submit(self, arrival: Arrival) -> None:
         request = arrival.request
@@ -276,6 +284,11 @@ class Simulation:
             self._take_end(self._open[request_id], event.finish_reason, self.clock())
 
     @property
+    def num_output_tokens(self) -> int:
+        """Of all answers, so far."""
+        return self.engine.stats().num_generation_tokens
+
+    @property
     def open_ids(self) -> list[str]:
         """The requests that are not over, oldest first."""
         return list(self._open)
@@ -292,16 +305,22 @@ class Simulation:
         self._lengths.forget(passage.arrival.request.request_id)
         arrival = self._follow_up(passage) if self._follow_up is not None else None
         if arrival is not None:
-            self._expect(arrival)
+            self._expect(arrival, not_before_s=now_s + self._turnaround_s)
 
 
 def simulate(
-    scheduler: Scheduler, cost: CostModel, *, noise: float = 0.0, seed: int = 0, keeps_token_times: bool = False
+    scheduler: Scheduler,
+    cost: CostModel,
+    *,
+    noise: float = 0.0,
+    seed: int = 0,
+    keeps_token_times: bool = False,
+    turnaround_s: float = 0.0,
 ) -> Simulation:
     """A simulation of this scheduler on a machine of this cost, at time 0."""
     clock, lengths = VirtualClock(), AnswerLengths()
     engine = Engine(scheduler, ScriptedRunner(clock, cost, lengths, noise=noise, seed=seed), clock)
-    return Simulation(engine, lengths, clock, keeps_token_times=keeps_token_times)
+    return Simulation(engine, lengths, clock, keeps_token_times=keeps_token_times, turnaround_s=turnaround_s)
 
 
 @dataclass(frozen=True, slots=True)
