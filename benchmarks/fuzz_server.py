@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.results import markdown_table, open_document, save
+from ropeway.server.config import ServerConfig
 from support.asgi_client import running_app
 from support.fuzz_run import Verdict, run_cases
 from support.fuzzing import fuzz_case
@@ -99,7 +100,7 @@ async def run(args: argparse.Namespace, model: Path) -> bool:
     options = {"seed": args.seed, "num_cases": args.num_cases, "engine": ENGINE}
     document, path = open_document(args.resume, "fuzz-server", options, "legs")
     seed, num_cases = document["options"]["seed"], document["options"]["num_cases"]
-    async with running_app(model, **ENGINE) as client:
+    async with running_app(model, ServerConfig(batch_dir=model.parent / "batches"), **ENGINE) as client:
         for leg in range(len(document["legs"]), -(-num_cases // LEG_CASES)):
             start_s, first = time.monotonic(), leg * LEG_CASES
             numbers = range(first, min(first + LEG_CASES, num_cases))
@@ -129,8 +130,8 @@ async def run_one(seed: int, number: int, model: Path) -> None:
     """Sends one case again and shows what it is and what comes back."""
     case = fuzz_case(seed, number)
     print(case.path, case.kind, case.body)
-    async with running_app(model, **ENGINE) as client:
-        print(await client.post(case.path, case.body))
+    async with running_app(model, ServerConfig(batch_dir=model.parent / "batches"), **ENGINE) as client:
+        print(await client.post(case.path, case.body, case.content_type))
 
 
 def main() -> int:

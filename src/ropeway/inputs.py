@@ -86,6 +86,11 @@ class RequestBuilder:
         )
 
     @property
+    def chat_template_source(self) -> str | None:
+        """The chat template as its authors wrote it; None where the model has none."""
+        return self._chat_template.source
+
+    @property
     def tool_format(self) -> ToolFormat:
         """How the model writes tool calls."""
         return tool_format_of(self._chat_template.source)

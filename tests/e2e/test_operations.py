@@ -153,6 +153,14 @@ def test_request_ids_come_back_and_are_logged(shared: RunningServer, caller: htt
     assert refused.status_code == 401 and refused.headers["x-request-id"] == "no-key"
 
 
+def test_what_clients_that_build_prompts_are_told(caller: httpx.Client) -> None:
+    info = caller.get("/tokenizer_info").json()
+    for name in ("bos_token", "eos_token"):
+        asked = {"prompt": info[name], "add_special_tokens": False}
+        assert len(caller.post("/tokenize", json=asked).json()["tokens"]) == 1
+    assert "<|im_start|>" in info["chat_template"]
+
+
 def test_tokens_and_back(caller: httpx.Client) -> None:
     text = "A ropeway: grüße, 🚡"
     whole = caller.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()

@@ -1,6 +1,7 @@
 """Bodies that every POST endpoint accepts: a plain one of each, and fields with values that may be added to it.
 
-A random model of at least 1024 tokens of context answers all of them with 200. Knows no HTTP and no server.
+A random model of at least 1024 tokens of context answers all of them with 200, but those that name what is not there.
+UPLOAD is the form of a file. Knows no HTTP and no server.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ SAMPLING: list[Body] = [
     {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
 ]
 MODEL: Body = {"model": "tiny"}
+UPLOAD = {
+    "purpose": "batch",
+    "file": '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "é"}}\n',
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,12 @@ ENDPOINTS: list[Endpoint] = [
     Endpoint("/tokenize", {"messages": [USER]}, [{"tools": [TOOL]}, {"return_token_strs": True}]),
     Endpoint("/detokenize", {"tokens": [40, 41, 300]}, [MODEL]),
     Endpoint("/abort_requests", {"request_ids": ["cmpl-none"]}, [{"request_ids": "x"}, {"abort_all": False}]),
+    Endpoint(
+        "/v1/batches",
+        {"input_file_id": "file-none", "endpoint": "/v1/completions", "completion_window": "24h"},
+        [{"endpoint": "/v1/chat/completions"}, {"metadata": {"a": "b"}}],
+    ),
+    Endpoint("/v1/batches/batch_none/cancel", None),
     Endpoint("/v1/responses/resp_none/cancel", None),
     Endpoint("/pause", None),
     Endpoint("/resume", None),

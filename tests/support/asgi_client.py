@@ -31,14 +31,14 @@ class AsgiClient:
         self._app = app
         self.llm = llm
 
-    async def post(self, path: str, body: bytes) -> Answer:
-        """The answer to a JSON body. Raises what the application lets through: a server would answer 500."""
-        return await self._ask("POST", path, body)
+    async def post(self, path: str, body: bytes, content_type: str = "application/json") -> Answer:
+        """The answer to a body. Raises what the application lets through: a server would answer 500."""
+        return await self._ask("POST", path, body, content_type)
 
     async def get(self, path: str) -> Answer:
-        return await self._ask("GET", path, b"")
+        return await self._ask("GET", path, b"", "application/json")
 
-    async def _ask(self, method: str, path: str, body: bytes) -> Answer:
+    async def _ask(self, method: str, path: str, body: bytes, content_type: str) -> Answer:
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -51,7 +51,7 @@ class AsgiClient:
             "root_path": "",
             "headers": [
                 (b"host", b"test"),
-                (b"content-type", b"application/json"),
+                (b"content-type", content_type.encode()),
                 (b"content-length", str(len(body)).encode()),
             ],
             "client": ("test", 1),

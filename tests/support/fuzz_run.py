@@ -59,7 +59,7 @@ async def run_cases(client: AsgiClient, cases: Sequence[Case]) -> list[Verdict]:
 
 async def _judged(client: AsgiClient, case: Case) -> Verdict:
     try:
-        answer = await asyncio.wait_for(client.post(case.path, case.body), ANSWER_TIMEOUT_S)
+        answer = await asyncio.wait_for(client.post(case.path, case.body, case.content_type), ANSWER_TIMEOUT_S)
     except Exception as error:  # a server would answer 500
         return Verdict(case, 500, type(error).__name__, repr(error)[:500])
     try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from support.api_bodies import ENDPOINTS, Endpoint, valid_body
+from support.api_bodies import ENDPOINTS, UPLOAD, Endpoint, valid_body
 
 Kind = Literal["one field", "several fields", "bytes", "any JSON"]
 KINDS: dict[Kind, int] = {"one field": 82, "several fields": 6, "bytes": 6, "any JSON": 6}  # of 100 cases
@@ -20,6 +20,8 @@ KINDS: dict[Kind, int] = {"one field": 82, "several fields": 6, "bytes": 6, "any
 # Time limits that a client sets are not faults of the server when they run out, so no mutation sets a short one.
 TIME_LIMITS = ("timeout", "queue_timeout")
 SHORTEST_LIMIT_S = 1000
+BOUNDARY = "5f2c"
+FORM = f"multipart/form-data; boundary={BOUNDARY}"
 
 _TEXTS = [
     "", " ", "\n", "x", "é", "🚡", "\u0000", "\u202e", "\ud800", "e\u0301", "none", "auto", "null", "true", "0", "-1",
@@ -53,6 +55,10 @@ class Case:
     kind: Kind
 
     @property
+    def content_type(self) -> str:
+        return FORM if self.path == "/v1/files" else "application/json"
+
+    @property
     def is_operation(self) -> bool:
         return self.path in ("/pause", "/resume", "/abort_requests")
 
@@ -61,8 +67,10 @@ def fuzz_case(seed: int, number: int) -> Case:
     """The case of that number: always the same."""
     rng = random.Random(f"{seed}-{number}")
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
-    # Endpoints that take no body have nothing to mutate: they get few cases.
-    endpoint = rng.choices(ENDPOINTS, [1 if each.base is None else 10 for each in ENDPOINTS])[0]
+    if rng.random() < 0.05:
+        return Case(number, "/v1/files", _fuzzed_upload(rng, kind), kind)
+    # Endpoints that take no body have nothing to mutate, and those with many fields much: they get cases accordingly.
+    endpoint = rng.choices(ENDPOINTS, [1 if each.base is None else 6 + 2 * len(each.extras) for each in ENDPOINTS])[0]
     if kind == "any JSON":
         return Case(number, endpoint.path, _encoded(_any_value(rng, 4)), kind)
     body = valid_body(rng, endpoint)
@@ -71,6 +79,25 @@ def fuzz_case(seed: int, number: int) -> Case:
     for _ in range(1 if kind == "one field" else rng.randint(2, 5)):
         body = _mutated(rng, endpoint, body)
     return Case(number, endpoint.path, _encoded(body), kind)
+
+
+def _fuzzed_upload(rng: random.Random, kind: Kind) -> bytes:
+    """A form that uploads a file, changed in the manner of the kind."""
+    if kind == "any JSON":
+        return _encoded(_any_value(rng, 4))
+    fields = dict(UPLOAD)
+    for _ in range({"one field": 1, "several fields": 3}.get(kind, 0)):
+        name = rng.choice([*UPLOAD, *_NAMES])
+        if rng.random() < 0.2:
+            fields.pop(name, None)
+        else:
+            fields[name] = rng.choice(_TEXTS) if name not in fields else str(_nudged(rng, fields[name]))
+    parts = []
+    for name, text in fields.items():
+        more = '; filename="a.jsonl"' if name == "file" else ""
+        parts.append(f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n{text}\r\n')
+    data = ("".join(parts) + f"--{BOUNDARY}--\r\n").encode("utf-8", "surrogatepass")
+    return _with_wrong_bytes(rng, data) if kind == "bytes" else data
 
 
 def _encoded(value: Any) -> bytes:

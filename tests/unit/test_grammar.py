@@ -167,6 +167,13 @@ def test_other_rows_are_left_alone(llm: LLM) -> None:
     assert mixed[1].outputs[0].text.isdecimal()
 
 
+def test_what_the_parser_panics_at_is_refused() -> None:
+    """Its message cuts a schema at 100 bytes, wherever a character ends."""
+    for number in range(4):
+        with pytest.raises(InvalidRequestError, match="cannot be read|Expected f64 for 'maximum'"):
+            json_schema_grammar({"type": "number", "maximum": ["x" * number + "🚡" * 40]})
+
+
 def test_no_bias_outweighs_a_grammar(llm: LLM) -> None:
     banned = {token_id: -100.0 for token_id in range(300)}
     (output,) = llm.generate("x", SamplingParams(grammar=choice_grammar(["a"]), logit_bias=banned, temperature=0))

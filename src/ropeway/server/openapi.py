@@ -38,6 +38,7 @@ _GETS = {
     "/v1/batches": "The batches of the caller, newest first",
     "/v1/batches/{batch_id}": "One of them, with its progress",
     "/v1/requests/{request_id}": "What has become of a request: by the id of its answer, or its x-request-id",
+    "/tokenizer_info": "The tokenizer's marks, and the chat template",
     "/health": "Whether the engine makes progress",
     "/ping": "The same as /health",
     "/ready": "Whether a request sent now would be served",

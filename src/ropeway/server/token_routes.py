@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: what a prompt becomes, and back. Knows no engine."""
+"""/tokenize, /detokenize and /tokenizer_info, in vLLM's shapes: what a prompt becomes, and back. Knows no engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ropeway.server.tools import tool_use
 
 
 def token_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
-    """The two routes."""
+    """The three routes."""
     tokenizer = llm.builder.tokenizer
 
     async def tokenize(request: Request) -> Response:
@@ -48,7 +48,20 @@ def token_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
             )
         return json_response({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
-    return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
+    async def tokenizer_info(request: Request) -> Response:
+        marks = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+        return json_response(
+            {
+                **{name: None if mark is None else tokenizer.token_text(mark) for name, mark in marks.items()},
+                "chat_template": llm.builder.chat_template_source,
+            }
+        )
+
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info),
+    ]
 
 
 async def _token_ids(llm: AsyncLLM, body: TokenizeBody) -> list[int]:

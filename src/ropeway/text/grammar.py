@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,10 +44,12 @@ def json_schema_grammar(schema: object) -> str:
 
     text = json.dumps(bounded_recursion(normalised_schema(schema)))
     try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_LAYOUT)
+        with _panics_refused():
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_LAYOUT)
     except ValueError as error:
         raise InvalidRequestError(f"the JSON schema cannot be read: {_one_line(str(error))}") from None
-    problem = llguidance.LLMatcher.validate_grammar(grammar)
+    with _panics_refused():
+        problem = llguidance.LLMatcher.validate_grammar(grammar)
     if problem:
         raise InvalidRequestError(_schema_problem(_one_line(problem)))
     return grammar
@@ -85,6 +88,17 @@ def lark_grammar(grammar: str) -> str:
         return llguidance.LLMatcher.grammar_from_lark(any_to_lark(grammar))
     except Exception as error:  # the converter raises bare exceptions for text it cannot read
         raise InvalidRequestError(f"the grammar cannot be read: {error}") from None
+
+
+@contextmanager
+def _panics_refused() -> Iterator[None]:
+    """A panic of the parser, for which some malformed schemas suffice, is the caller's mistake, not the server's end."""
+    try:
+        yield
+    except BaseException as error:  # a panic is no Exception, and its class has no name to import
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequestError(f"the grammar cannot be read: {_one_line(str(error))[:200]}") from None
 
 
 class GrammarMatcher:
@@ -160,7 +174,8 @@ class Grammars:
             vocabulary = self._read_vocabulary()
         import llguidance
 
-        compiled = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+        with _panics_refused():
+            compiled = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
         if compiled.is_error():
             raise InvalidRequestError(_one_line(compiled.get_error()))
         with self._lock:
