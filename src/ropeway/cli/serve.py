@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from ropeway.cli.options import (
     engine_options,
 )
 from ropeway.config import EngineConfig, format_bytes, parse_bytes
+from ropeway.engine.garbage import settled_garbage
 from ropeway.errors import ConfigError
 from ropeway.server.config import ServerConfig
 from ropeway.server.listening import address, bind
@@ -113,14 +113,9 @@ def run_serve(args: argparse.Namespace) -> int:
             from ropeway.server.serving import run_server
 
             llm = AsyncLLM.from_prepared(preparing.result())
-        # What is loaded stays: without this every full collection walks a vocabulary's worth of objects.
-        gc.collect()
-        gc.freeze()
         url = address(sock)
-        try:
+        with settled_garbage():
             is_orderly = run_server(llm, config, sock, on_ready=lambda: print(greeting(url, llm.facts), flush=True))
-        finally:
-            gc.unfreeze()  # at exit the native parts are freed with the cycles that hold them
     return 0 if is_orderly else 1
 
 
