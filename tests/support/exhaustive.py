@@ -179,8 +179,6 @@ def _state(scheduler: Scheduler, arrived: tuple[Arrival, ...]) -> tuple[Any, ...
     """All that what comes next depends on, but for what predictive admission has learned of answers (its states are
     merged over that). Which block is whose does not matter: nothing is shared.
     """
-    admission = scheduler._batching.admission
-    is_predictive = isinstance(admission, PredictiveAdmission)
     roster, line, plan = scheduler._roster, scheduler._line, scheduler._in_flight
     sequences = [
         (
@@ -203,10 +201,17 @@ def _state(scheduler: Scheduler, arrived: tuple[Arrival, ...]) -> tuple[Any, ...
         None if plan is None else (plan.sequence_ids, plan.is_sampled),
         line.entitled and line.entitled.sequence_id,
         (line._num_owed_tokens, line._is_background_due),
-        (admission._caution, admission._num_steps_to_skip) if is_predictive else None,  # type: ignore[attr-defined]
+        _caution(scheduler._batching.admission),
         _service(line._interactive),
         _service(line._background),
     )
+
+
+def _caution(admission: Admission) -> tuple[Any, ...]:
+    """Of predictive admission: what preemptions taught it, and how old its outlook is."""
+    if not isinstance(admission, PredictiveAdmission):
+        return ()
+    return (admission._caution, None if admission._outlook is None else admission._outlook_age)
 
 
 def _service(policy: Policy) -> tuple[Any, ...]:

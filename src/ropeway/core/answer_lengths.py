@@ -6,7 +6,10 @@ Knows no memory and no queues. Plain floats: the same observations in the same o
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
+from operator import mul
 
 # Lengths are told apart by their bin: single tokens at first, then four bins an octave.
 EDGES: tuple[int, ...] = tuple(sorted({*range(8), *(round(8 * 2.0 ** (i / 4)) for i in range(84))}))
@@ -16,6 +19,7 @@ HORIZONS: tuple[int, ...] = tuple(sorted({1, 2, 4, *(round(8 * 2.0 ** (i / 2)) f
 
 WINDOW = 128  # exposures of a bin that are remembered
 PRIOR_HAZARD = 0.05  # per bin, before anything was seen: nearly as cautious as to expect max_tokens
+PRIOR_HAZARDS = (PRIOR_HAZARD,) * NUM_BINS
 PRIOR_EXPOSURE = 1.0
 TENANT_EXPOSURE = 8.0  # of the overall hazard, that a tenant's own is mixed with
 NEGLIGIBLE_SHARE = 1e-3
@@ -71,18 +75,17 @@ class _Hazards:
 
     def _work_out(self, overall: _Hazards | None) -> list[float]:
         """Survival to the lower edge of each bin, and of none behind the last."""
-        survivals, survival = [1.0], 1.0
-        for i in range(NUM_BINS):
-            survival *= 1.0 - self.hazard(i, overall)
-            survivals.append(survival)
-        return [*survivals, survival]
+        survivals = list(accumulate([1.0 - hazard for hazard in self.hazards(overall)], mul, initial=1.0))
+        return [*survivals, survivals[-1]]
 
-    def hazard(self, i: int, overall: _Hazards | None) -> float:
-        """The share of those reaching bin i who end in it."""
-        prior, weight = PRIOR_HAZARD, PRIOR_EXPOSURE
+    def hazards(self, overall: _Hazards | None) -> list[float]:
+        """Per bin, the share of those reaching it who end in it."""
+        priors: Sequence[float] = PRIOR_HAZARDS
+        weight = PRIOR_EXPOSURE
         if overall is not None:
-            prior, weight = overall.hazard(i, None), TENANT_EXPOSURE
-        return (self.ends[i] + weight * prior) / (self.exposures[i] + weight)
+            priors, weight = overall.hazards(None), TENANT_EXPOSURE
+        columns = zip(self.ends, self.exposures, priors, strict=True)
+        return [(ends + weight * prior) / (exposures + weight) for ends, exposures, prior in columns]
 
     def _conditional(self, begin_bin: int) -> tuple[float, ...]:
         survivals = self._survivals

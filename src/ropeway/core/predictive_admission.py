@@ -24,7 +24,7 @@ MAX_CAUTION = 3.0  # more of them, after preemptions
 CAUTION_PER_PREEMPTION = 0.2
 CALM_PER_ANSWER = 0.004  # so no more than one answer in 50 is preempted for long
 # Steps that an outlook is kept, and more of them with many running: to look ahead costs up to 5 us for each of those.
-MIN_KEPT_STEPS = 8
+MIN_KEPT_STEPS = 16
 RUNNING_PER_KEPT_STEP = 128
 
 
