@@ -10,9 +10,9 @@ every policy and admission at the largest.
 Answers end at a length that the scheduler does not know, at most half their max_tokens, and each that ends is replaced
 by a new request; so the figures hold the cost of admission, chunked prefill, hashing, eviction and retirement at their
 natural rates. No prompt is ever found in the cache. `ample` memory holds everybody's max_tokens; `tight` memory is what
-the asked number of sequences fills on average, with places for twice as many: `optimistic` preempts all the time, and
-`predictive` looks ahead. Percentiles are over steps; commit includes making every event. Processor time of the thread,
-so that other processes only count through the caches they share.
+the asked number of sequences fills on average, with places for twice as many, and long answers come in waves:
+`optimistic` preempts again and again, and `predictive` looks ahead. Percentiles are over steps; commit includes making
+every event. Processor time of the thread, so that other processes only count through the caches they share.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.prefix_index import HASH_BYTES, BlockHasher
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.step_time import StepCosts, StepWork
+from ropeway.engine.garbage import settled_garbage
 
 POLICIES = ("vtc", "fcfs", "priority", "spf")
 ADMISSIONS = ("predictive", "reserve", "optimistic")
@@ -76,7 +77,7 @@ class Load:
     def __init__(self, case: Case) -> None:
         num_running = case.num_running
         if case.memory == "tight":
-            mean_tokens = sum(num_prompt_tokens(i) + num_answer_tokens(i) // 2 for i in range(1000)) // 1000
+            mean_tokens = sum(num_prompt_tokens(i) + num_answer_tokens(i, 500) // 2 for i in range(1000)) // 1000
             num_blocks = num_running * (mean_tokens // BLOCK_SIZE + 1)
         else:
             num_blocks = (num_running + 1) * ((MAX_PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE + 1)
@@ -97,6 +98,7 @@ class Load:
         ).make()
         self._now_s = 0.0
         self._num_added = 0
+        self._wave = num_running if case.memory == "tight" else None
         self._num_left: dict[int, int] = {}  # tokens until its stop token, of every unfinished sequence
         for _ in range(num_running + case.num_waiting):
             self._add()
@@ -109,7 +111,7 @@ class Load:
         terms = ServiceTerms(tenant=f"tenant {number % 50}", priority=number % 7)
         request = Request(str(number), prompt, params, MAX_TOKENS, 0, frozenset({STOP_TOKEN_ID}), terms=terms)
         (sequence,) = self.scheduler.add(request, self._now_s)
-        self._num_left[sequence.sequence_id] = num_answer_tokens(number)
+        self._num_left[sequence.sequence_id] = num_answer_tokens(number, self._wave)
 
     def step(self) -> float:
         """Run one step; the seconds of processor time that plan and commit took."""
@@ -140,8 +142,11 @@ def num_prompt_tokens(number: int) -> int:
     return MAX_PROMPT_TOKENS - number * 13 % (MAX_PROMPT_TOKENS // 2)
 
 
-def num_answer_tokens(number: int) -> int:
-    return MAX_TOKENS // 8 + number * 37 % (MAX_TOKENS * 3 // 8)  # they differ, so ends are spread
+def num_answer_tokens(number: int, wave: int | None) -> int:
+    """They differ, so ends are spread; in waves, `wave` short ones are followed by as many long ones."""
+    if wave is None:
+        return MAX_TOKENS // 8 + number * 37 % (MAX_TOKENS * 3 // 8)
+    return (MAX_TOKENS * 3 // 8 if number // wave % 2 else MAX_TOKENS // 16) + number * 37 % (MAX_TOKENS // 8)
 
 
 def work_of(plan: StepPlan) -> StepWork:
@@ -276,7 +281,8 @@ def main() -> None:
     parser.add_argument("--no-index", action="store_true", help="leave out the million-block index")
     args = parser.parse_args()
     document = new_document("scheduler-cost", {"num_steps": args.steps})
-    document["steps"] = show_steps(args.steps)
+    with settled_garbage():  # as `ropeway serve` does
+        document["steps"] = show_steps(args.steps)
     document["prefix_index"] = [] if args.no_index else show_index()
     path = result_path(document)
     save(path, document)

@@ -35,7 +35,7 @@ def test_grants_append_to_the_table_of_each_group_and_free_takes_all() -> None:
     sequence = Sequence(0, make_request("a", 9, 3), 0)
     kv.board(sequence, 9)
     assert sequence.block_ids == ([0, 1, 2], [0, 1, 2])
-    assert kv.grant(sequence, 1) == ([3], [3])
+    assert kv.grant_each([sequence]) == [((3,), (3,))]
     assert sequence.block_ids == ([0, 1, 2, 3],) * 2 and sequence.num_slots == 16
     assert (kv.num_groups, kv.num_blocks, kv.num_free_blocks) == (2, 4, 0)
     kv.check_invariants([sequence])

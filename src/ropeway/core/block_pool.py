@@ -42,7 +42,7 @@ class BlockPool:
         if len(block_ids) < num_blocks:
             num_evicted = num_blocks - len(block_ids)
             self.num_evicted_blocks += num_evicted
-            block_ids += [self.index.evict() for _ in range(num_evicted)]
+            block_ids += self.index.evict(num_evicted)
         for block_id in block_ids:
             num_holders[block_id] = 1
         return block_ids

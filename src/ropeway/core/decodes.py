@@ -35,8 +35,9 @@ class Decodes:
         """
         sequences, lacking, granted = self.sequences, self.lacking, list[Granted]()
         if lacking:
-            grant = self._kv.grant
-            granted = [(row, grant(lacking[i], 1)) for row, i in enumerate(sequences) if i in lacking]
+            rows = [row for row, sequence_id in enumerate(sequences) if sequence_id in lacking]
+            # Who lacks a block was found row by row too, so both are in the same order.
+            granted = list(zip(rows, self._kv.grant_each(list(lacking.values())), strict=True))
             lacking.clear()
         return list(sequences), [s.num_tokens - 1 for s in sequences.values()], granted
 

@@ -173,13 +173,15 @@ class KVManager:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def grant(self, sequence: TokenSequence, num_blocks: int) -> tuple[list[int], ...]:
-        """Append `num_blocks` blocks to the sequence's table of every group; the new ids, per group."""
-        granted = tuple([pool.take(num_blocks) for pool in self._pools])
-        for table, block_ids in zip(sequence.block_ids, granted, strict=True):
-            table.extend(block_ids)
-        sequence.num_slots += num_blocks * self._block_size
-        return granted
+    def grant_each(self, sequences: Sequence[TokenSequence]) -> list[tuple[tuple[int], ...]]:
+        """Append one block to each sequence's table of every group; of each, the new id per group."""
+        columns = [pool.take(len(sequences)) for pool in self._pools]
+        for group, block_ids in enumerate(columns):
+            for sequence, block_id in zip(sequences, block_ids, strict=True):
+                sequence.block_ids[group].append(block_id)
+        for sequence in sequences:
+            sequence.num_slots += self._block_size
+        return list(zip(*[zip(block_ids, strict=True) for block_ids in columns], strict=True))
 
     def num_tokens_to_attend(self, sequence: TokenSequence) -> int:
         """With how many known tokens a sequence that decodes next fills a block, needs one, or ends.

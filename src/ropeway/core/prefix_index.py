@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from struct import pack
+from struct import Struct, pack
 
 from ropeway.core.params import Request
 
@@ -23,6 +23,7 @@ class BlockHasher:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._pack_block = Struct(f"{block_size}i").pack
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
         """One hash per full block of the prompt."""
@@ -37,7 +38,7 @@ class BlockHasher:
 
     def next_hash(self, request: Request, parent: bytes | None, token_ids: Sequence[int]) -> bytes:
         """The hash of a full block after that with the hash `parent`, or of a first block."""
-        return blake2b((parent or self._root(request)) + _as_bytes(token_ids), digest_size=HASH_BYTES).digest()
+        return blake2b((parent or self._root(request)) + self._pack_block(*token_ids), digest_size=HASH_BYTES).digest()
 
     def _root(self, request: Request) -> bytes:
         terms = request.terms
@@ -144,17 +145,23 @@ class PrefixIndex:
         older[block_id] = newer[block_id] = block_id
         self.num_parked -= 1
 
-    def evict(self) -> int:
-        """Forget the block that was parked first, and hand it over."""
-        ring, older, newer = self._ring, self._older, self._newer
-        block_id = newer[ring]
-        assert block_id != ring, "no block is parked"
-        next_id = newer[block_id]
-        newer[ring], older[next_id] = next_id, ring
-        older[block_id] = newer[block_id] = block_id
-        self.num_parked -= 1
-        self.remove(block_id)
-        return block_id
+    def evict(self, num_blocks: int) -> list[int]:
+        """Forget the blocks that were parked first, and hand them over."""
+        assert num_blocks <= self.num_parked, f"{num_blocks} blocks to be evicted of {self.num_parked}"
+        ring, older, newer, hash_of, block_of = self._ring, self._older, self._newer, self._hash_of, self._block_of
+        block_ids, block_id = [], newer[ring]
+        for _ in range(num_blocks):
+            block_ids.append(block_id)
+            next_id = newer[block_id]
+            older[block_id] = newer[block_id] = block_id
+            block_hash = hash_of[block_id]
+            assert block_hash is not None, f"block {block_id} has no hash"
+            del block_of[block_hash]
+            hash_of[block_id] = None
+            block_id = next_id
+        newer[ring], older[block_id] = block_id, ring
+        self.num_parked -= num_blocks
+        return block_ids
 
     def parked_block_ids(self) -> list[int]:
         """Every parked block, the next to be evicted first; for the invariant checker."""

@@ -58,6 +58,7 @@ class Scheduler:
         self._in_flight: StepPlan | None = None
         self._planned_s = 0.0
         self._prefilled: list[Sequence] = []  # in the step in flight
+        self._sampled: list[Sequence] = []  # of the rows in flight, in order
         self._num_steps = 0
         self._num_failed_steps = 0
         self._num_recomputed_tokens = 0
@@ -121,10 +122,13 @@ class Scheduler:
         builder = PlanBuilder(self._kv.num_groups)
         builder.add_decodes(*roster.decodes.rows())
         self._line.on_planned()
-        for sequence in roster.retained.values() if self._batching.is_padded else ():
+        padding = roster.retained.values() if self._batching.is_padded else ()
+        for sequence in padding:
             builder.add_padding(sequence)
+        self._sampled = [*roster.decodes.sequences.values(), *padding]
         builder.begin_prefills(self._pacing.begin_step(self._load(builder, now_s), now_s))
         self._prefilled = self._boarding.plan_prefills(builder, max_num_running, num_running_before)
+        self._sampled += [s for s in self._prefilled if s.num_computed_tokens == s.num_tokens]
         return self._launch(builder, now_s)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[SequenceEvent]:
@@ -133,6 +137,7 @@ class Scheduler:
         sampled_ids = tuple(compress(plan.sequence_ids, plan.is_sampled))
         if result.failed_sequence_ids:
             sampled_ids = tuple([i for i in sampled_ids if i not in result.failed_sequence_ids])
+            self._sampled = [s for s in self._sampled if s.sequence_id not in result.failed_sequence_ids]
         assert result.sequence_ids == sampled_ids and len(result.token_ids) == len(sampled_ids), "not what was planned"
         self._in_flight = None
         self._pacing.on_computed(plan, now_s - self._planned_s)
@@ -150,9 +155,8 @@ class Scheduler:
         roster, shares_blocks, new_event = self._roster, self._kv.shares_blocks, tuple.__new__
         ending_token_ids, stopped_ids, logprobs = roster.ending_token_ids, result.stopped_sequence_ids, result.logprobs
         events: list[SequenceEvent] = []
-        sequences = map(roster.sequences.get, result.sequence_ids)
-        for sequence, token_id in zip(sequences, result.token_ids, strict=True):
-            if sequence is None:  # ended while the step was in flight, or padding
+        for sequence, token_id in zip(self._sampled, result.token_ids, strict=True):
+            if sequence.finish_reason is not None:  # ended while the step was in flight, or padding
                 continue
             sequence.num_computed_tokens = num_tokens = sequence.num_tokens
             sequence.num_tokens = num_tokens = num_tokens + 1
@@ -166,7 +170,7 @@ class Scheduler:
                 new_event(
                     SequenceEvent,
                     (
-                        sequence.request.request_id,
+                        sequence.request_id,
                         sequence.index,
                         (token_id,),
                         reason,

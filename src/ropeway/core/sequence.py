@@ -64,7 +64,7 @@ class Sequence:
     request: Request
     index: int
     arrival_s: float = 0.0
-    # What each token of an answer needs comes first, so that it lies together in memory.
+    request_id: str = field(init=False)
     num_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
     num_tokens_to_attend: int = field(init=False, default=0)
@@ -89,6 +89,7 @@ class Sequence:
     match: PrefixMatch = field(init=False, default=NOTHING_CACHED)
 
     def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
         self.rank = (0.0, self.sequence_id)
         self.num_prompt_tokens = self.num_tokens = self.num_prefill_tokens = len(self.request.prompt_token_ids)
         self.max_num_tokens = self.num_prompt_tokens + self.request.max_tokens

@@ -168,6 +168,8 @@ class StepTimeModel:
         multiples, covariance = self._multiples, self._covariance
         for i, row in enumerate(covariance):
             row[i] += OWN_DRIFT**2
+            if row[i] <= MAX_DEVIATION**2:  # the least that it is bounded to
+                continue
             most = (MAX_DEVIATION * max(1.0, multiples[i])) ** 2
             if row[i] > most:
                 factor = math.sqrt(most / row[i])
