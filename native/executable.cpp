@@ -401,31 +401,35 @@ void Executable::find_segments(const ForwardBatch& batch, int token0, int token1
 }
 
 void Executable::plan_attention(const ForwardBatch&, AttentionShape& shape) {
-  // Many rows share a tile well; too many leave a thread without work at the end.
+  // Many rows share a tile well; too many leave a thread without work at the end, unless their keys are shared out.
   const int max_pairs = std::min(kMaxQueryPairs, kMaxQueryFloats / shape.head_dim);
   const int num_pairs = static_cast<int>(segment_of_row_.size()) * shape.query_heads;
   const int fair_pairs = ceil_div(int64_t{num_pairs} * shape.num_kv_heads, 4 * pool_.num_threads());
-  const int max_rows =
+  const int most_rows = std::max(1, max_pairs / shape.query_heads);
+  const int fair_rows =
       std::max(1, std::clamp(fair_pairs, std::min(kMinQueryPairs, max_pairs), max_pairs) / shape.query_heads);
   shape.items.clear();
   for (int i = 0; i < static_cast<int>(segments_.size()); ++i) {
     const Segment& segment = segments_[i];
-    for (int row = 0; row < segment.num_rows; row += max_rows) {
-      const int num_rows = std::min(max_rows, segment.num_rows - row);
+    const int num_parts = ceil_div(int64_t{segment.start} + segment.num_rows, kKeySplit) * shape.num_kv_heads;
+    const int max_rows = num_parts >= 4 * pool_.num_threads() ? most_rows : fair_rows;
+    for (int row = 0, num_rows; row < segment.num_rows; row += num_rows) {
+      // Rows of an item end in the same split: none of them merges one of which it sees no keys.
+      num_rows = std::min({max_rows, segment.num_rows - row, kKeySplit - (segment.start + row) % kKeySplit});
       const int num_splits = ceil_div(int64_t{segment.start} + row + num_rows, kKeySplit);
       shape.items.push_back({i, row, num_rows, 0, num_splits, num_splits, 0, 0, false});
     }
   }
   share_attention(shape);
-  const int64_t floats = kernels_.attention_scratch_floats(max_rows, shape.query_heads, shape.head_dim);
+  const int64_t floats = kernels_.attention_scratch_floats(most_rows, shape.query_heads, shape.head_dim);
   if (floats > scratch_floats_) {
     for (Memory<float>& scratch : scratch_) scratch = allocate<float>(floats);
     scratch_floats_ = floats;
   }
 }
 
-// Cuts items into chunks of several heads, one head, or (one row with a long past) some splits of one head, so that no
-// chunk has more than a fair part of the work. The longest come first: the last to be claimed should be short.
+// Cuts items into chunks of several heads, one head, or (rows with a long past) one split of one head, so that no chunk
+// has more than a fair part of the work. The longest come first: the last to be claimed should be short.
 void Executable::share_attention(AttentionShape& shape) {
   const auto num_keys = [&](const AttentionItem& item) {  // of a head, over the rows; about
     return int64_t{item.num_rows} * (segments_[item.segment].start + item.row + item.num_rows);
@@ -442,12 +446,16 @@ void Executable::share_attention(AttentionShape& shape) {
   int64_t partials = 0;
   int32_t counter = 0;
   for (const AttentionItem& item : items) {
-    const bool is_shared = num_keys(item) > fair_keys && item.num_rows == 1 && item.num_splits > 1;
+    const bool is_shared = num_keys(item) > fair_keys && item.num_splits > 1;
     for (int split = 0; split < (is_shared ? item.num_splits : 1); ++split) {
       const int32_t index = static_cast<int32_t>(shape.items.size());
       shape.items.push_back(item);
       if (is_shared) {
-        shape.items.back() = {item.segment, item.row, 1, split, split + 1, item.num_splits, partials, counter, true};
+        shape.items.back().split_begin = split;
+        shape.items.back().split_end = split + 1;
+        shape.items.back().partials = partials;
+        shape.items.back().counter = counter;
+        shape.items.back().is_shared = true;
       }
       const int32_t num_heads =
           static_cast<int32_t>(std::clamp<int64_t>(fair_keys / num_keys(item), 1, shape.num_kv_heads));
@@ -455,7 +463,7 @@ void Executable::share_attention(AttentionShape& shape) {
         shape.chunks.push_back({index, head, std::min(head + num_heads, shape.num_kv_heads)});
     }
     if (is_shared) {
-      partials += unit_floats * item.num_splits * shape.num_kv_heads;
+      partials += unit_floats * item.num_rows * item.num_splits * shape.num_kv_heads;
       counter += shape.num_kv_heads;
     }
   }
@@ -563,7 +571,7 @@ void Executable::run_attention_head(const Phase& phase, int item_index, int head
                            .num_next_keys = item.is_shared ? 0 : num_next_keys};
   if (!item.is_shared) return kernels_.attention(task, nullptr, scratch_[thread].get());
   const int64_t head_floats =
-      int64_t{item.num_splits} * shape.query_heads * kernels_.attention_state_floats(shape.head_dim);
+      int64_t{item.num_splits} * item.num_rows * shape.query_heads * kernels_.attention_state_floats(shape.head_dim);
   float* partials = partials_.get() + item.partials + head * head_floats;
   kernels_.attention(task, partials, scratch_[thread].get());
   std::atomic<int32_t>& done = splits_done_[item.counter + head];
