@@ -57,7 +57,7 @@ evidence-overheads: ## what Ropeway costs around its kernels: engine thread, loc
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/overheads.py $(ARGS)
 
-evidence-interference: ## gaps of running answers while long prompts stream in, 1, 8 and 32 running (about half an hour; ARGS=--quick)
+evidence-interference: ## gaps of running answers while long prompts stream in, 1, 8 and 32 running (a quarter of an hour; ARGS=--quick)
 	@scripts/setup.sh dev
 	@scripts/env.sh $(PYTHON_VENV) benchmarks/interference.py $(ARGS)
 

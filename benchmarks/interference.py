@@ -1,22 +1,27 @@
 """Running answers while long prompts stream in: gaps between tokens, and the speed that prompts keep.
 
-    make evidence-interference                      1, 8 and 32 running, three rounds, about half an hour
-    python benchmarks/interference.py --quick       one round, shorter prompts, a few minutes
+    make evidence-interference                             1, 8 and 32 running, three rounds, a quarter of an hour
+    make evidence-interference ARGS="--resume FILE --most-runs 3"      three of the runs missing from FILE
+    python benchmarks/interference.py --quick              one round, shorter prompts, a few minutes
 
-In process, on one set of weights. In each round and for each number of running answers: their gaps while nothing else
-is there, then while prompts stream in (two at a time, each of one token of answer), then undisturbed again. The prompts
-alone are timed in the same round. So a machine that is busy is busy for both sides of each ratio. Greedy, random
-tokens, no prefix cache. Targets: the p99 of gaps within 2.5 x their undisturbed median, and the prompts at 0.4 x the
-tokens per second they have alone.
+In process, on one set of weights. In each round the prompts are timed alone; then, for each number of running answers:
+their gaps while nothing else is there, then while the prompts stream in (two at a time, each of one token of answer),
+then undisturbed again. Answers grow meanwhile, and the longer they are the longer an undisturbed step takes: each gap
+is measured by the undisturbed median of its place, on the line from the one before the stream to the one after it.
+Greedy, random tokens, of which no prefix is found again. Targets, at each number running: the p99 of all gaps of all
+rounds within 2.5 x their undisturbed median; and the prompts at 0.4 x the tokens per second they have alone (median of
+rounds).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +35,10 @@ from ropeway.engine.engine import Engine
 from ropeway.llm import make_engine, prepare_model, scheduler_recipe
 
 COUNTS = (1, 8, 32)
-LENGTHS, QUICK_LENGTHS = (500, 2000, 8000, 500, 2000), (300, 1500)
+LENGTHS, QUICK_LENGTHS = (500, 2000, 8000), (300, 1500)
 MOST_GAP, LEAST_SPEED = 2.5, 0.4
+RATIO_STEP = 0.02
+MIN_NUM_GAPS = 300  # at each number running, for a p99 to mean something
 RUNNING_PROMPT_TOKENS = 64
 NUM_UNDISTURBED_STEPS = 100
 NUM_IN_FLIGHT = 2
@@ -39,23 +46,22 @@ NUM_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One round at one number of running answers. Seconds, and prompt tokens per second."""
+    """One round at one number of running answers. Seconds, prompt tokens per second, and gaps in order.
+
+    before_s, after_s: the undisturbed median before the stream and after it; calm_p99_ratio: of the undisturbed gaps
+    over those. gap_counts: how many of the disturbed gaps, over the undisturbed median of their place, are above i and
+    at most i + 1 times RATIO_STEP.
+    """
 
     round: int
     num_running: int
-    undisturbed_median_s: float
-    undisturbed_p99_s: float
-    disturbed_p50_s: float
-    disturbed_p99_s: float
-    disturbed_max_s: float
-    num_disturbed_steps: int
+    before_s: float
+    after_s: float
+    calm_p99_ratio: float
+    gap_counts: list[int]
     prompt_tokens_per_s: float
     alone_tokens_per_s: float
     predicted_over_achieved: float
-
-    @property
-    def gap_ratio(self) -> float:
-        return self.disturbed_p99_s / self.undisturbed_median_s
 
     @property
     def speed_ratio(self) -> float:
@@ -77,6 +83,7 @@ class Bench:
         self.costs = calibrate_step_costs(self._backend, prepared.model.program, self.facts)
         self.lengths = [min(length, self.facts.max_model_len - 2) for length in args.lengths]
         self._number = 0
+        self._alone: dict[int, float] = {}
 
     def engine(self) -> Engine:
         return make_engine(
@@ -106,34 +113,57 @@ class Bench:
             open_ids -= {event.request_id for event in events if event.finish_reason}
         return last_s - start_s, gaps
 
+    def num_answer_tokens(self, num_running: int) -> int:
+        """What each running answer may hold beside the prompts, so that all board at once; more than a run takes."""
+        num_slots = self.facts.num_kv_blocks * self.facts.block_size - NUM_IN_FLIGHT * self.facts.max_model_len
+        return min(self.facts.max_model_len, num_slots // num_running) - 2 * RUNNING_PROMPT_TOKENS
+
+    def alone_tokens_per_s(self, seed: int) -> float:
+        """Of the prompts with nothing beside them, timed once for each seed."""
+        if seed not in self._alone:
+            self._alone[seed] = sum(self.lengths) / self.stream(self.engine(), random.Random(seed + 1))[0]
+        return self._alone[seed]
+
     def measure(self, round_number: int, num_running: int, seed: int) -> Outcome:
         rng = random.Random(seed)
-        num_prompt_tokens = sum(self.lengths)
-        alone_s, _ = self.stream(self.engine(), random.Random(seed + 1))
+        alone_tokens_per_s = self.alone_tokens_per_s(seed)
         engine = self.engine()
-        longest = self.facts.max_model_len - RUNNING_PROMPT_TOKENS
         for _ in range(num_running):
-            engine.submit(self.request(rng, RUNNING_PROMPT_TOKENS, longest))
-        while engine.stats().num_generation_tokens < 2 * num_running:
+            engine.submit(self.request(rng, RUNNING_PROMPT_TOKENS, self.num_answer_tokens(num_running)))
+        while engine.stats().num_generation_tokens < 2 * num_running or engine.stats().num_waiting:
             engine.step()
-        calm = undisturbed(engine)
+        assert engine.stats().num_running == num_running, "an answer ended before the first prompt came"
+        before = undisturbed(engine)
         streamed_s, gaps = self.stream(engine, random.Random(seed + 1))
-        calm += undisturbed(engine)
+        after = undisturbed(engine)
+        assert engine.stats().num_running == num_running, "an answer ended before the last prompt was computed"
         pacing = engine.stats().pacing
         assert pacing is not None
+        before_s, after_s = statistics.median(before), statistics.median(after)
+        places = [before_s + (after_s - before_s) * (i + 0.5) / len(gaps) for i in range(len(gaps))]
         return Outcome(
             round_number,
             num_running,
-            statistics.median(calm),
-            percentile_99(calm),
-            statistics.median(gaps),
-            percentile_99(gaps),
-            max(gaps),
-            len(gaps),
-            num_prompt_tokens / streamed_s,
-            num_prompt_tokens / alone_s,
+            before_s,
+            after_s,
+            percentile_99([gap / before_s for gap in before] + [gap / after_s for gap in after]),
+            count_ratios([gap / place for gap, place in zip(gaps, places, strict=True)]),
+            sum(self.lengths) / streamed_s,
+            alone_tokens_per_s,
             pacing.predicted_s / pacing.achieved_s,
         )
+
+
+def count_ratios(ratios: list[float]) -> list[int]:
+    """How many lie in each interval of RATIO_STEP, its upper end included."""
+    counts = Counter(-int(-ratio // RATIO_STEP) - 1 for ratio in ratios)
+    return [counts[i] for i in range(max(counts) + 1)]
+
+
+def quantile(counts: list[int], share: float) -> float:
+    """The upper end of the interval in which this share of what was counted is reached."""
+    needed = share * sum(counts)
+    return RATIO_STEP * (1 + next(i for i, total in enumerate(itertools.accumulate(counts)) if total >= needed))
 
 
 def percentile_99(values: list[float]) -> float:
@@ -162,39 +192,42 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     document, path = open_document(args.resume, "interference", options, "runs")
     done = {(item["round"], item["num_running"]) for item in document["runs"]}
-    print("round  running  undisturbed ms  p50 ms   p99 ms  p99 ratio  prompt tok/s   alone  ratio", flush=True)
-    for number in range(args.rounds):
-        for count in args.counts:
-            if (number, count) in done:
-                continue
-            outcome = bench.measure(number, count, args.seed + number)
-            document["runs"].append(
-                asdict(outcome) | {"gap_ratio": outcome.gap_ratio, "speed_ratio": outcome.speed_ratio}
-            )
-            save(path, document)
-            print(
-                f"{number:>5} {count:>8} {outcome.undisturbed_median_s * 1000:>15.1f} "
-                f"{outcome.disturbed_p50_s * 1000:>7.1f} {outcome.disturbed_p99_s * 1000:>8.1f} "
-                f"{outcome.gap_ratio:>10.2f} {outcome.prompt_tokens_per_s:>13.0f} {outcome.alone_tokens_per_s:>7.0f} "
-                f"{outcome.speed_ratio:>6.2f}",
-                flush=True,
-            )
+    missing = [pair for pair in itertools.product(range(args.rounds), args.counts) if pair not in done]
+    print("round  running  undisturbed ms    p99  p50 ratio  p99 ratio   gaps  prompt tok/s   alone  ratio", flush=True)
+    for number, count in missing[: args.most_runs]:
+        outcome = bench.measure(number, count, args.seed + number)
+        document["runs"].append(asdict(outcome) | {"speed_ratio": outcome.speed_ratio})
+        save(path, document)
+        counts = outcome.gap_counts
+        print(
+            f"{number:>5} {count:>8} {outcome.before_s * 1000:>7.1f} {outcome.after_s * 1000:>7.1f} "
+            f"{outcome.calm_p99_ratio:>6.2f} {quantile(counts, 0.5):>10.2f} {quantile(counts, 0.99):>10.2f} "
+            f"{sum(counts):>6} {outcome.prompt_tokens_per_s:>13.0f} {outcome.alone_tokens_per_s:>7.0f} "
+            f"{outcome.speed_ratio:>6.2f}",
+            flush=True,
+        )
     print(f"\n{path}")
     return document
 
 
 def verdict(document: dict[str, Any]) -> bool:
-    """Whether the medians over rounds hold the targets, at each number running."""
+    """Whether there are gaps enough at each number running, and the targets are held."""
     holds = True
     for count in document["options"]["counts"]:
         runs = [item for item in document["runs"] if item["num_running"] == count]
-        gap = statistics.median(item["gap_ratio"] for item in runs)
+        counts = [sum(column) for column in itertools.zip_longest(*[item["gap_counts"] for item in runs], fillvalue=0)]
+        if sum(counts) < MIN_NUM_GAPS:
+            print(f"{count} running: {sum(counts)} gaps are too few to judge by, of {MIN_NUM_GAPS}")
+            holds = False
+            continue
+        middle, last = quantile(counts, 0.5), quantile(counts, 0.99)
         speed = statistics.median(item["speed_ratio"] for item in runs)
-        is_held = gap <= MOST_GAP and speed >= LEAST_SPEED
+        is_held = last <= MOST_GAP and speed >= LEAST_SPEED
         holds = holds and is_held
         print(
-            f"{count} running: p99 of gaps {gap:.2f} x undisturbed (at most {MOST_GAP}), prompts at {speed:.2f} x "
-            f"their speed alone (at least {LEAST_SPEED}): {'held' if is_held else 'MISSED'}"
+            f"{count} running: {len(runs)} runs, {sum(counts)} gaps, p50 {middle:.2f} and p99 {last:.2f} x undisturbed "
+            f"(at most {MOST_GAP}), prompts at {speed:.2f} x their speed alone (at least {LEAST_SPEED}): "
+            f"{'held' if is_held else 'MISSED'}"
         )
     return holds
 
@@ -206,6 +239,7 @@ def main() -> int:
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="answers running")
     parser.add_argument("--lengths", type=int, nargs="+", help=f"of the prompts; default {LENGTHS}")
     parser.add_argument("--rounds", type=int, help="default 3, or 1 with --quick")
+    parser.add_argument("--most-runs", type=int, metavar="N", help="stop after N runs; go on with --resume")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-threads", type=int, help="of the native backend; all cores if not given")
     parser.add_argument("--backend", choices=("native", "reference"), default="native")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
+from dataclasses import astuple, dataclass, field
+from statistics import median
 
 import pytest
 
@@ -83,6 +85,44 @@ def test_balanced_bounds_steps_and_keeps_prompts_going(count: int, prior: StepCo
     assert times_s[len(times_s) * 99 // 100 - 1] <= 2.5 * undisturbed_s
     alone_s = COSTS.seconds(StepWork(4000, num_pairs(0, 4000), 1))
     assert alone_s / (drive.now_s - begin_s) >= 0.4
+
+
+@pytest.mark.parametrize("deviation", [0.02, 0.08, 0.12])
+def test_the_less_predictable_steps_are_the_shorter_they_are_planned(deviation: float) -> None:
+    rng = random.Random(0)
+    drive = Drive(pacing())
+
+    def step() -> StepPlan:
+        speed = rng.lognormvariate(0.0, deviation)
+        drive.costs = StepCosts(*[speed * cost for cost in astuple(COSTS)])
+        return drive.step()
+
+    decoding(drive, 8)
+    for _ in range(50):
+        step()
+    drive.add("long", 4000, 1)
+    drive.steps.clear()
+    while any(n > 1 for n in step().num_tokens):
+        pass
+    ratios = sorted([step_s / COSTS.seconds(StepWork(8, sum(plan.starts[:8]) + 8, 8)) for plan, step_s in drive.steps])
+    assert ratios[len(ratios) * 99 // 100 - 1] <= 2.5
+    assert median(ratios) >= 1.6, "prompts keep their share"
+
+
+@pytest.mark.parametrize(("max_tokens", "is_crowd"), [(1, False), (64, True)])
+def test_a_line_is_a_crowd_where_its_prompts_will_decode(max_tokens: int, is_crowd: bool) -> None:
+    drive = Drive(pacing())
+    decoding(drive, 1)
+    undisturbed_s = drive.decode_s(1, 40)
+    longest_s = 0.0
+    for number in range(100):
+        if drive.scheduler.stats().num_running + drive.scheduler.stats().num_waiting < 12:
+            drive.add(str(number), 100, max_tokens)
+        has_answered = drive.scheduler.stats().num_finished["length"] > 0
+        drive.step()
+        if has_answered:
+            longest_s = max(longest_s, drive.steps[-1][1])
+    assert (longest_s > 2.5 * undisturbed_s) == is_crowd
 
 
 def test_objectives_in_order() -> None:

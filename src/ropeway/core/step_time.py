@@ -91,7 +91,7 @@ CLIP_DEVIATIONS = 3.0  # an observation moves the model by no more than one this
 NUM_BELIEVED = 4  # this many outliers in a row, to one side, are a change of speed
 CHANGE_OF_SPEED = 0.3  # drift allowed for then
 NOISE_WINDOW = 64  # steps over which the noise is estimated
-MIN_NOISE, MAX_NOISE = 0.02, 0.3  # relative deviation of a step's time
+FIRST_NOISE, MIN_NOISE, MAX_NOISE = 0.06, 0.02, 0.3  # relative deviation of a step's time
 
 
 class StepTimeModel:
@@ -111,9 +111,14 @@ class StepTimeModel:
         self._multiples = [cost / scale for cost, scale in zip(given, self._scales, strict=True)]
         variance = PRIOR_DEVIATION**2
         self._covariance = [[variance if i == j else 0.0 for j in range(NUM_COSTS)] for i in range(NUM_COSTS)]
-        self._noise = 0.1**2
+        self._noise = FIRST_NOISE**2
         self._num_outliers = 0  # in a row; negative where steps were faster
         self.costs = prior
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of a step's time, relative to what was predicted, of late."""
+        return math.sqrt(self._noise)
 
     def observe(self, work: StepWork, step_s: float) -> None:
         """Learn from a step of `work` that took step_s seconds."""
