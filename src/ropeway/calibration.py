@@ -20,6 +20,10 @@ FULL_PASS_S = 0.05  # a pass that takes this long tells enough of the cost of a 
 SMALL_PASS_TOKENS, MAX_PASS_TOKENS = 32, 1024
 DECODE_ROWS, DECODE_CONTEXT = 16, 16
 CHUNK_TOKENS, CHUNK_CONTEXT = 16, 1024  # a chunk far into a prompt, for the cost of a query-key pair
+# Pairs that cost as much as reading a position's keys and values. Default model on two cores: a position of a decode
+# takes 1.4 to 1.8 us; behind 7,000 tokens a chunk's first token 1.1 for each, a pair of many 0.7 to 0.9. Passes beside
+# other work do not tell the two apart.
+READ_PAIRS = 1.0
 CALIBRATION_S = 0.3  # no round begins later than this
 MIN_NUM_ROUNDS, MAX_NUM_ROUNDS = 1, 6
 SLOW_TOKEN_S = 0.02
@@ -36,7 +40,8 @@ class _Pass:
     @property
     def work(self) -> StepWork:
         pairs = self.num_sequences * num_pairs(self.num_context, self.num_tokens)
-        return StepWork(self.num_sequences * self.num_tokens, pairs, self.num_sequences)
+        reads = self.num_sequences * (self.num_context + self.num_tokens)
+        return StepWork(self.num_sequences * self.num_tokens, pairs, self.num_sequences, reads)
 
 
 def calibrate_step_costs(
@@ -79,7 +84,7 @@ def calibrate_step_costs(
             break
         for kind in kinds:
             time_pass(kind)
-    costs = fit_step_costs([(one.work, seconds) for one, seconds in fastest.items()])
+    costs = fit_step_costs([(one.work, seconds) for one, seconds in fastest.items()], READ_PAIRS)
     if fastest[large] / large.num_tokens > SLOW_TOKEN_S:
         logger.warning(
             "%d tokens take %.0f ms: the machine is busy or slow, and prompts will be",

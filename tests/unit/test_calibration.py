@@ -11,7 +11,7 @@ import pytest
 from tests.support.random_gguf import RandomModel, write_random_gguf
 
 from ropeway.backends.batch import Float32Array, ForwardBatch, SampleBatch, Samples
-from ropeway.calibration import calibrate_step_costs
+from ropeway.calibration import READ_PAIRS, calibrate_step_costs
 from ropeway.config import EngineConfig, EngineFacts, ModelFacts, resolve
 from ropeway.core.step_time import KNEE_TOKENS, StepCosts, StepWork, num_pairs
 from ropeway.model.loading import load_model
@@ -40,7 +40,7 @@ class ScriptedBackend:
         for first, end, kv_len in zip(table.offsets, ends, batch.kv_lens, strict=True):
             assert (end - first) * self.block_size >= kv_len and max(table.block_ids[first:end]) < self.num_kv_blocks
         pairs = sum(num_pairs(int(start), int(count)) for start, count in zip(starts, counts, strict=True))
-        work = StepWork(len(batch.token_ids), pairs, len(batch.out_rows))
+        work = StepWork(len(batch.token_ids), pairs, len(batch.out_rows), int(batch.kv_lens.sum()))
         self.works.append(work)
         self.now_s += self._costs.seconds(work) * next(self._disturbances, 1.0)
         return np.zeros((len(batch.out_rows), self.vocab_size), np.float32)
@@ -52,8 +52,8 @@ class ScriptedBackend:
         return calibrate_step_costs(self, program, facts, clock=lambda: self.now_s)
 
 
-TWO_CORES = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4)
-FAST = StepCosts(1e-3, 2e-5, 5e-5, 2e-9, 1e-5)
+TWO_CORES = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4, READ_PAIRS)
+FAST = StepCosts(1e-3, 2e-5, 5e-5, 2e-9, 1e-5, READ_PAIRS)
 
 
 @pytest.fixture(scope="module")

@@ -135,20 +135,30 @@ def test_no_steps_make_a_cost_negative_or_infinite(steps: list[tuple[int, int, i
     token_s=st.floats(0, 1e-2),
     later_token_s=st.floats(0, 1e-2),
     pair_s=st.floats(0, 1e-5),
+    read_pairs=st.floats(0, 4),
+    is_more=st.booleans(),
 )
 def test_a_chunk_is_the_longest_that_fits(
-    start: int, before: int, left_s: float, token_s: float, later_token_s: float, pair_s: float
+    start: int,
+    before: int,
+    left_s: float,
+    token_s: float,
+    later_token_s: float,
+    pair_s: float,
+    read_pairs: float,
+    is_more: bool,
 ) -> None:
-    costs = StepCosts(1e-3, token_s, later_token_s, pair_s, 0.0)
-    work = StepWork(before, before, before)
-    num_tokens = costs.num_chunk_tokens(work, start, left_s)
+    costs = StepCosts(1e-3, token_s, later_token_s, pair_s, 0.0, read_pairs)
+    work = StepWork(before, before, before, before)
+    num_tokens = costs.num_chunk_tokens(work, start, left_s, is_more=is_more)
 
     def added_s(count: int) -> float:
-        more = StepWork(before + count, before + num_pairs(start, count), before)
+        num_reads = count if is_more else start + count
+        more = StepWork(before + count, before + num_pairs(start, count), before, before + num_reads)
         return costs.seconds(more) - costs.seconds(work)
 
     if num_tokens < 1 << 20:
-        assert added_s(num_tokens) <= left_s * (1 + 1e-6) + 1e-9
+        assert not num_tokens or added_s(num_tokens) <= left_s * (1 + 1e-6) + 1e-9
         assert added_s(num_tokens + 1) >= left_s * (1 - 1e-6) - 1e-9
 
 

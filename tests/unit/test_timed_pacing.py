@@ -269,3 +269,24 @@ def test_a_ttft_target_stretches_steps_as_far_as_the_line_needs() -> None:
 def test_targets_out_of_range(targets: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         pacing(**targets)
+
+
+def test_a_chunk_that_grows_reads_its_keys_once() -> None:
+    """A lone long prompt is given half of a step, then the rest: what a step holds is what its time is learned by."""
+    costs = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4, read_pairs=1.0)
+    drive = Drive(pacing(costs))
+    decoding(drive, 8)
+    drive.add("long", 6000, 1)
+    works = []
+    observe = drive.pacing.on_computed
+
+    def on_computed(plan: StepPlan, step_s: float) -> None:
+        budget = drive.pacing._budget
+        assert budget is not None
+        works.append((budget.work.num_reads, sum(plan.starts) + plan.total_num_tokens))
+        observe(plan, step_s)
+
+    drive.pacing.on_computed = on_computed  # type: ignore[method-assign]
+    while any(n > 1 for n in drive.step().num_tokens):
+        pass
+    assert len(works) > 100 and all(reads == expected for reads, expected in works)

@@ -41,11 +41,17 @@ class StepBudget(Protocol):
     @property
     def max_num_running(self) -> int: ...
 
-    def num_prefill_tokens(self, start: int) -> int:
-        """How many more tokens fit, for a sequence whose first `start` tokens are computed."""
+    def num_prefill_tokens(self, start: int, *, is_more: bool = False) -> int:
+        """How many more tokens fit, for a sequence whose first `start` tokens are computed.
 
-    def add_prefill(self, start: int, num_tokens: int, is_sampled: bool) -> None:
-        """A chunk is in the step: tokens at start .. start + num_tokens - 1, and a row of logits where is_sampled."""
+        is_more: some of those are a chunk of this step, which would grow.
+        """
+
+    def add_prefill(self, start: int, num_tokens: int, is_sampled: bool, *, is_more: bool = False) -> None:
+        """A chunk is in the step: tokens at start .. start + num_tokens - 1, and a row of logits where is_sampled.
+
+        is_more: the chunk that ends at `start` grew by these.
+        """
 
 
 class Pacing(Protocol):
@@ -116,8 +122,8 @@ class TokensLeft:
     def max_num_running(self) -> int:
         return MAX_COUNT
 
-    def num_prefill_tokens(self, start: int) -> int:
+    def num_prefill_tokens(self, start: int, *, is_more: bool = False) -> int:
         return self._num_tokens
 
-    def add_prefill(self, start: int, num_tokens: int, is_sampled: bool) -> None:
+    def add_prefill(self, start: int, num_tokens: int, is_sampled: bool, *, is_more: bool = False) -> None:
         self._num_tokens -= num_tokens

@@ -89,10 +89,10 @@ class PlanBuilder:
         for row, sequence in self._long_rows:
             start = sequence.num_computed_tokens
             # One token at least stays uncomputed: the row is not sampled.
-            num_tokens = min(sequence.num_tokens - start - 1, self.budget.num_prefill_tokens(start))
+            num_tokens = min(sequence.num_tokens - start - 1, self.budget.num_prefill_tokens(start, is_more=True))
             if num_tokens > 0:
                 self._num_tokens[row] += num_tokens
-                self.budget.add_prefill(start, num_tokens, False)
+                self.budget.add_prefill(start, num_tokens, False, is_more=True)
                 sequence.num_computed_tokens += num_tokens
         chunks = []
         for sequence, start in self._chunks:

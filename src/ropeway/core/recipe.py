@@ -64,6 +64,7 @@ class SchedulerRecipe:
     step_later_token_s: float = 0.0
     step_pair_s: float = 0.0
     step_row_s: float = 0.0
+    step_read_pairs: float = 0.0
 
     def make(self, hasher: BlockHasher | None = None) -> Scheduler:
         """A new scheduler. Raises ConfigError for a value out of range.
@@ -102,7 +103,12 @@ class SchedulerRecipe:
 
     def _make_pacing(self) -> Pacing:
         costs = StepCosts(
-            self.step_fixed_s, self.step_token_s, self.step_later_token_s, self.step_pair_s, self.step_row_s
+            self.step_fixed_s,
+            self.step_token_s,
+            self.step_later_token_s,
+            self.step_pair_s,
+            self.step_row_s,
+            self.step_read_pairs,
         )
         if costs == NO_COSTS:
             if self.slo_ttft_s is not None or self.slo_tpot_s is not None:

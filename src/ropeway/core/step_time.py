@@ -1,7 +1,7 @@
 """How long a step takes: a linear model with five costs, fitted to steps as they are computed. Knows no queues.
 
     step_s = fixed_s + token_s x tokens up to KNEE_TOKENS + later_token_s x tokens beyond
-           + pair_s x query-key pairs + row_s x rows of logits
+           + pair_s x (query-key pairs + read_pairs x reads) + row_s x rows of logits
 
 Up to the knee, reading the weights may hide arithmetic, as on an accelerator, or tokens may gain from company, as on a
 processor. Plain floats and no clock: the same observations in the same order give the same predictions.
@@ -12,18 +12,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 
 class StepWork(NamedTuple):
-    """What a step computes. num_pairs: the positions that its tokens attend to, summed. num_rows: of logits.
+    """What a step computes.
 
+    num_pairs: the positions that its tokens attend to, summed over tokens. num_rows: of logits. num_reads: the
+    positions whose keys and values are read, summed over chunks: the tokens of one share them.
     A tuple, because several are made for each step and each chunk: a frozen dataclass takes three times as long.
     """
 
     num_tokens: int
     num_pairs: int
     num_rows: int
+    num_reads: int = 0
 
 
 def num_pairs(start: int, num_tokens: int) -> int:
@@ -35,7 +39,8 @@ def num_pairs(start: int, num_tokens: int) -> int:
 class StepCosts:
     """Seconds of a step whatever is in it, per token below and beyond the knee, per query-key pair, per row of logits.
 
-    None is negative.
+    read_pairs: pairs that cost as much as a read; a property of the machine, so not learned from steps. None is
+    negative.
     """
 
     fixed_s: float
@@ -43,22 +48,31 @@ class StepCosts:
     later_token_s: float
     pair_s: float
     row_s: float
+    read_pairs: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         num_tokens = work.num_tokens
-        seconds = self.fixed_s + self.pair_s * work.num_pairs + self.row_s * work.num_rows
+        num_pairs = work.num_pairs + self.read_pairs * work.num_reads
+        seconds = self.fixed_s + self.pair_s * num_pairs + self.row_s * work.num_rows
         if num_tokens <= KNEE_TOKENS:
             return seconds + self.token_s * num_tokens
         return seconds + self.token_s * KNEE_TOKENS + self.later_token_s * (num_tokens - KNEE_TOKENS)
 
-    def num_chunk_tokens(self, work: StepWork, start: int, left_s: float) -> int:
-        """The longest chunk behind `start` computed positions that adds at most left_s to a step of `work`."""
+    def num_chunk_tokens(self, work: StepWork, start: int, left_s: float, *, is_more: bool = False) -> int:
+        """The longest chunk behind `start` computed positions that adds at most left_s to a step of `work`.
+
+        is_more: the tokens before `start` are in the step too, and share what they read.
+        """
+        read_s = self.pair_s * self.read_pairs
+        token_s, later_token_s = self.token_s + read_s, self.later_token_s + read_s  # each reads itself
+        if not is_more:
+            left_s -= read_s * start
         num_early = max(0, KNEE_TOKENS - work.num_tokens)
-        num_tokens = min(num_early, _longest(self.token_s, self.pair_s, start, left_s))
+        num_tokens = min(num_early, _longest(token_s, self.pair_s, start, left_s))
         if num_tokens < num_early:
             return num_tokens
-        left_s -= self.token_s * num_tokens + self.pair_s * num_pairs(start, num_tokens)
-        return min(num_tokens + _longest(self.later_token_s, self.pair_s, start + num_tokens, left_s), MAX_CHUNK_TOKENS)
+        left_s -= token_s * num_tokens + self.pair_s * num_pairs(start, num_tokens)
+        return min(num_tokens + _longest(later_token_s, self.pair_s, start + num_tokens, left_s), MAX_CHUNK_TOKENS)
 
 
 NO_COSTS = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -79,7 +93,7 @@ def _longest(token_s: float, pair_s: float, start: int, seconds: float) -> int:
 
 KNEE_TOKENS = 256
 MAX_CHUNK_TOKENS = 1 << 24
-NUM_COSTS = 5
+NUM_COSTS = 5  # that are learned
 # What would be plausible for a cost of which the prior holds less, in units of the cost of a token. A pair: heads and
 # layers do on it what thousands of weights do on a token.
 PLAUSIBLE = (1.0, 1.0, 1.0, 1 / 4096, 0.25)
@@ -127,7 +141,8 @@ class StepTimeModel:
             return
         multiples, scales = self._multiples, self._scales
         m0, m1, m2, m3, m4 = multiples
-        f0, f1, f2, f3, f4 = [a * b / predicted_s for a, b in zip(scales, _amounts(work), strict=True)]
+        amounts = _amounts(work, self.costs.read_pairs)
+        f0, f1, f2, f3, f4 = [a * b / predicted_s for a, b in zip(scales, amounts, strict=True)]
         # All drifting together adds COMMON_DRIFT^2 m m' to the covariance; the features are scaled so that f m = 1.
         # Written out, because it is done once a step: loops over both indices took two thirds of the time.
         g0, g1, g2, g3, g4 = [
@@ -157,7 +172,8 @@ class StepTimeModel:
         step = error / total
         self._multiples = [m0 + g0 * step, m1 + g1 * step, m2 + g2 * step, m3 + g3 * step, m4 + g4 * step]
         self._bound()
-        self.costs = StepCosts(*[multiple * scale for multiple, scale in zip(self._multiples, scales, strict=True)])
+        fixed_s, token_s, later_token_s, pair_s, row_s = map(mul, self._multiples, scales)
+        self.costs = StepCosts(fixed_s, token_s, later_token_s, pair_s, row_s, self.costs.read_pairs)
 
     def _common_drift(self, error: float, limit: float) -> float:
         """The drift to allow for: far more than usual where outliers keep coming from one side: the speed changed."""
@@ -192,21 +208,23 @@ class StepTimeModel:
         self._multiples = multiples
 
 
-def _amounts(work: StepWork) -> tuple[int, int, int, int, int]:
+def _amounts(work: StepWork, read_pairs: float) -> tuple[float, float, float, float, float]:
     """How much of each cost a step has."""
     num_early = min(work.num_tokens, KNEE_TOKENS)
-    return 1, num_early, work.num_tokens - num_early, work.num_pairs, work.num_rows
+    num_pairs = work.num_pairs + read_pairs * work.num_reads
+    return 1, num_early, work.num_tokens - num_early, num_pairs, work.num_rows
 
 
-def fit_step_costs(observations: Iterable[tuple[StepWork, float]]) -> StepCosts:
+def fit_step_costs(observations: Iterable[tuple[StepWork, float]], read_pairs: float = 0.0) -> StepCosts:
     """The costs with the least sum of squared relative errors over steps and their seconds; none negative.
 
     Coordinate descent, of which each move is exact. Where no step went beyond the knee, tokens there cost as below it.
+    read_pairs: given, not fitted.
     """
     rows: list[list[float]] = []
     for work, step_s in observations:
         assert step_s > 0.0, "a step takes time"
-        rows.append([amount / step_s for amount in _amounts(work)])
+        rows.append([amount / step_s for amount in _amounts(work, read_pairs)])
     norms = [sum(row[i] ** 2 for row in rows) for i in range(NUM_COSTS)]
     costs = [0.0] * NUM_COSTS
     residuals = [1.0] * len(rows)
@@ -219,4 +237,4 @@ def fit_step_costs(observations: Iterable[tuple[StepWork, float]]) -> StepCosts:
             move, costs[i] = cost - costs[i], cost
             residuals = [residual - move * row[i] for row, residual in zip(rows, residuals, strict=True)]
     fixed_s, token_s, later_token_s, pair_s, row_s = costs
-    return StepCosts(fixed_s, token_s, later_token_s if norms[2] else token_s, pair_s, row_s)
+    return StepCosts(fixed_s, token_s, later_token_s if norms[2] else token_s, pair_s, row_s, read_pairs)

@@ -109,29 +109,30 @@ class TimeBudget:
         self._num_tokens_left = num_tokens_left
         self._num_tokens = self._num_decodes = load.num_rows
         self.is_short = False
-        self._num_pairs = load.num_context_tokens
+        self._num_pairs = self._num_reads = load.num_context_tokens
         self._num_rows = load.num_rows
         self.max_num_running = places
 
     @property
     def work(self) -> StepWork:
         """What the step holds by now."""
-        return StepWork(self._num_tokens, self._num_pairs, self._num_rows)
+        return StepWork(self._num_tokens, self._num_pairs, self._num_rows, self._num_reads)
 
-    def num_prefill_tokens(self, start: int) -> int:
+    def num_prefill_tokens(self, start: int, *, is_more: bool = False) -> int:
         if self.is_short:
             return 0
-        num_tokens = self._costs.num_chunk_tokens(self.work, start, self._left_s - self._costs.row_s)
+        num_tokens = self._costs.num_chunk_tokens(self.work, start, self._left_s - self._costs.row_s, is_more=is_more)
         if not self._num_tokens:
             num_tokens = max(1, num_tokens)  # a step holds something, however long it takes
         elif not num_tokens and self._num_tokens == self._num_decodes:
             self.is_short = True
         return min(num_tokens, self._num_tokens_left)
 
-    def add_prefill(self, start: int, num_tokens: int, is_sampled: bool) -> None:
+    def add_prefill(self, start: int, num_tokens: int, is_sampled: bool, *, is_more: bool = False) -> None:
         before_s = self._costs.seconds(self.work)
         self._num_tokens += num_tokens
         self._num_pairs += num_pairs(start, num_tokens)
+        self._num_reads += num_tokens if is_more else start + num_tokens
         self._num_rows += is_sampled
         self._num_tokens_left -= num_tokens
         self._left_s -= self._costs.seconds(self.work) - before_s
@@ -192,7 +193,7 @@ class TimedPacing:
         if self._end_s is not None and load.num_rows:
             self._gap_s += (min(max(0.0, now_s - self._end_s), MAX_GAP_S) - self._gap_s) / 32
         costs = self._model.costs
-        decode_s = costs.seconds(StepWork(load.num_rows, load.num_context_tokens, load.num_rows))
+        decode_s = costs.seconds(_decodes(load))
         left_s = self._limit_s(load, decode_s)
         if load.num_rows:
             left_s = max(0.0, left_s - decode_s) + self._saved_s
@@ -214,8 +215,7 @@ class TimedPacing:
         limit_s = max(stretch.factor(self._model.noise) * decode_s, stretch.least_s)
         num_joining = self._num_joining(load)
         if num_joining:
-            num_rows = load.num_rows + num_joining
-            crowd_s = self._model.costs.seconds(StepWork(num_rows, load.num_context_tokens, num_rows))
+            crowd_s = self._model.costs.seconds(_decodes(load, num_joining))
             share = min(1.0, num_joining / (FULL_CROWD * load.num_rows))
             factor = stretch.decode_factor + share * (stretch.crowd_factor - stretch.decode_factor)
             limit_s = max(limit_s, factor * crowd_s)
@@ -242,7 +242,8 @@ class TimedPacing:
         tpot_s, costs = self._targets.tpot_s, self._model.costs
         if tpot_s is None or not load.num_rows:
             return self._targets.max_num_tokens
-        decode_s = costs.token_s + costs.row_s + costs.pair_s * load.num_context_tokens / load.num_rows
+        pair_s = costs.pair_s * (1.0 + costs.read_pairs)
+        decode_s = costs.token_s + costs.row_s + pair_s * load.num_context_tokens / load.num_rows
         left_s = DECODE_SHARE * self._step_target_s(tpot_s) - costs.fixed_s
         return max(1, int(left_s / max(decode_s, 1e-12)))
 
@@ -301,9 +302,15 @@ class TimedPacing:
         load, costs, tpot_s = self._load, self._model.costs, self._targets.tpot_s
         share = DOOR_SHARE
         if tpot_s is not None and load.num_rows:
-            decode_s = costs.seconds(StepWork(load.num_rows, load.num_context_tokens, load.num_rows))
+            decode_s = costs.seconds(_decodes(load))
             share = min(share, max(1.0 - decode_s / self._step_target_s(tpot_s), 1.0 - DECODE_SHARE))
         return share / max(costs.token_s, 1e-9)
+
+
+def _decodes(load: StepLoad, num_joining: int = 0) -> StepWork:
+    """The decodes of a step alone, or with so many more that just begin."""
+    num_rows = load.num_rows + num_joining
+    return StepWork(num_rows, load.num_context_tokens, num_rows, load.num_context_tokens)
 
 
 class _LineRate:
