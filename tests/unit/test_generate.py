@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,16 +14,21 @@ from typing import Any
 
 import pytest
 
+from ropeway.batch.journal import Journal
+from ropeway.batch.journal_thread import JournalThread
+from ropeway.batch.records import LineAnswer
 from ropeway.cli import main
 
 FLAGS = ["--max-num-batched-tokens", "64", "--num-kv-blocks", "64", "--max-tokens", "8"]
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": "one"},
-    {"prompt": [5, 6, 7], "max_tokens": 3, "id": "second"},
+    {"prompt": [5, 6, 7], "max_tokens": 3, "id": "second", "return_token_ids": True},
     {"messages": [{"role": "user", "content": "hi"}], "temperature": 1, "seed": 7, "n": 2},
     {"prompt": "four", "stop": "e", "temperature": 1},
     {"prompt": "", "id": "empty"},
     {"prompt": [5], "max_tokens": 100000},
+    {"custom_id": "seventh", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "temperature": 1}},
+    {"prompt": "x", "temprature": 1},
 ]
 
 Run = Callable[..., int]
@@ -38,37 +45,63 @@ def run(tiny_model_path: Path, tmp_path: Path) -> Run:
     return run
 
 
-def answers(tmp_path: Path) -> dict[int, dict[str, Any]]:
+def answers(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """By id: the body of each response."""
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len({line["line"] for line in lines}) == len(lines)
-    return {line["line"]: line for line in lines}
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line["response"]["body"] for line in lines}
+
+
+def texts(tmp_path: Path) -> dict[str, Any]:
+    """By id: texts and reasons, or the error."""
+    return {
+        name: body.get("error")
+        or [(each.get("text") or each["message"]["content"], each["finish_reason"]) for each in body["choices"]]
+        for name, body in answers(tmp_path).items()
+    }
 
 
 def test_every_line_is_answered_or_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 1
     stored = answers(tmp_path)
-    assert sorted(stored) == [1, 2, 3, 4, 5, 6]
-    assert len(stored[1]["outputs"][0]["token_ids"]) <= 8
-    assert stored[2]["id"] == "second" and len(stored[2]["outputs"][0]["token_ids"]) <= 3
-    assert len(stored[3]["outputs"]) == 2 and stored[3]["seed"] == 7
-    assert "empty" in stored[5]["error"]["message"] and stored[5]["error"]["param"] == "prompt"
-    assert "100000" in stored[6]["error"]["message"]
-    assert "2 of 6 lines were refused" in capsys.readouterr().err
+    assert list(stored) == ["1", "second", "3", "4", "empty", "6", "seventh", "8"]
+    assert stored["1"]["usage"]["completion_tokens"] <= 8
+    assert len(stored["second"]["choices"][0]["token_ids"]) <= 3
+    assert len(stored["3"]["choices"]) == 2 and stored["3"]["object"] == "chat.completion"
+    assert stored["seventh"]["usage"]["completion_tokens"] <= 8  # a flag that was given holds there too
+    assert "empty" in stored["empty"]["error"]["message"] and stored["empty"]["error"]["param"] == "prompt"
+    assert "100000" in stored["6"]["error"]["message"] and stored["8"]["error"]["param"] == "temprature"
+    assert "3 of 8 lines were refused" in capsys.readouterr().err
 
 
-def test_a_run_cut_off_goes_on(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run()
-    path = tmp_path / "out.jsonl"
-    whole = answers(tmp_path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:3]) + lines[3][:10])
-    capsys.readouterr()
+def test_a_run_cut_off_goes_on_with_the_same_answers(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_answer, num_put = Journal.put_answer, 0
+
+    def put_three(journal: Journal, batch: int, number: int, answer: LineAnswer) -> None:
+        nonlocal num_put
+        if num_put == 3:
+            raise sqlite3.OperationalError("cut off here")
+        num_put += 1
+        put_answer(journal, batch, number, answer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "put_answer", put_three)
+        patched.setattr(JournalThread, "MAX_GROUP", 1)
+        assert run() == 1
+    assert "cut off here" in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
     assert run() == 1
-    assert answers(tmp_path) == whole
-    assert "3 of 6 lines are answered already" in capsys.readouterr().err
-    before = path.read_bytes()
+    assert "3 of 8 lines are answered already" in capsys.readouterr().err
+    found = texts(tmp_path)
+    before = (tmp_path / "out.jsonl").read_bytes()
     assert run() == 1
-    assert path.read_bytes() == before
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    (tmp_path / "out.jsonl").unlink()
+    assert run() == 2 and "to start over" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out.jsonl.journal")
+    assert run() == 1
+    assert {**texts(tmp_path), "seventh": None} == {**found, "seventh": None}  # its seed is drawn
 
 
 @pytest.mark.parametrize("change", ["line", "flag", "model"])
@@ -105,7 +138,8 @@ def test_an_output_of_something_else_is_left_alone(run: Run, tmp_path: Path) -> 
         ("5", "line 2 must be a JSON object"),
         ("{}", "either prompt or messages"),
         ('{"prompt": "x", "messages": []}', "either prompt or messages"),
-        ('{"prompt": "x", "temprature": 1}', "temprature"),
+        ('{"prompt": "x", "id": 1}', "custom_id '1' of line 1"),
+        ('{"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}', "POST"),
     ],
 )
 def test_a_wrong_input_line_is_named_before_anything_runs(
@@ -118,26 +152,30 @@ def test_a_wrong_input_line_is_named_before_anything_runs(
 
 
 def test_a_full_disk_is_one_line_and_leaves_whole_lines(run: Run, tiny_model_path: Path, tmp_path: Path) -> None:
-    limit_bytes = 700
+    limit_bytes = 60_000  # the journal's tables fit, its answers do not
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert run() == 1
+    whole = answers(tmp_path)
+    (tmp_path / "out.jsonl").unlink()
+    shutil.rmtree(tmp_path / "out.jsonl.journal")
     command = [sys.executable, "-m", "ropeway", "generate", "--model", str(tiny_model_path), *files, *FLAGS]
     result = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert result.stderr.count("\n") == 1 and "free some space" in result.stderr and "out.jsonl" in result.stderr
-    assert 0 < len(answers(tmp_path)) < 6
+    assert result.stderr.splitlines()[-1].startswith("ropeway: error: the journal") and "disk full" in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
     assert run() == 1
-    assert len(answers(tmp_path)) == 6
+    assert answers(tmp_path).keys() == whole.keys()
 
 
 def test_an_output_that_is_no_file(tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", "/dev/full"]
     assert main(["generate", "--model", str(tiny_model_path), *files, *FLAGS]) == 2
-    assert "not a regular file" in capsys.readouterr().err
+    assert "not of an earlier run" in capsys.readouterr().err
 
 
 def test_prompts_on_the_command_line(tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

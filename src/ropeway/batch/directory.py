@@ -37,15 +37,15 @@ class BatchDirectory:
             lock = (self.path / "lock").open("ab")
         except OSError as error:
             raise BatchStoreError(
-                f"batches cannot be kept in {self.path}: {error.strerror}; give a directory that can be written as "
-                "--batch-dir"
+                f"batches cannot be kept in {self.path}: {error.strerror}; give a place that can be written "
+                "(--batch-dir)"
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             raise BatchStoreError(
-                f"another server keeps its batches in {self.path}; give this one a --batch-dir of its own"
+                f"another server, or another run, works in {self.path}; give this one a place of its own (--batch-dir)"
             ) from None
         self._lock = lock
 

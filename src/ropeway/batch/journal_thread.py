@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Operation = Callable[[Journal], T]
 
-MAX_GROUP = 256
-
 
 class JournalThread:
     """Runs operations in the order they come, in groups of one commit each. The thread is a daemon: a process that is
     ended loses what nobody has been told of.
     """
+
+    MAX_GROUP = 256
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -66,7 +66,7 @@ class JournalThread:
         is_open = True
         while is_open:
             group = [self._inbox.get()]
-            while len(group) < MAX_GROUP and not self._inbox.empty():
+            while len(group) < self.MAX_GROUP and not self._inbox.empty():
                 group.append(self._inbox.get())
             is_open = None not in group
             self._commit([each for each in group if each is not None])

@@ -46,8 +46,11 @@ class LineLimits:
     line_bytes: int
 
 
-def read_lines(path: Path, endpoint: str, limits: LineLimits) -> tuple[list[LineSpec], list[LineFault]]:
-    """The requests of a file, and what is wrong with it: with any fault, none of them may run."""
+def read_lines(path: Path, endpoint: str | None, limits: LineLimits) -> tuple[list[LineSpec], list[LineFault]]:
+    """The requests of a file, and what is wrong with it: with any fault, none of them may run.
+
+    endpoint: the url that every line must have; None leaves it to the lines.
+    """
     specs: list[LineSpec] = []
     faults: list[LineFault] = []
     line_of: dict[str, int] = {}
@@ -90,7 +93,7 @@ def _raw_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, int, bytes
         start = next_start
 
 
-def _fault(number: int, data: bytes, endpoint: str, limits: LineLimits) -> LineFault | str:
+def _fault(number: int, data: bytes, endpoint: str | None, limits: LineLimits) -> LineFault | str:
     """What is wrong with a line; its custom_id where nothing is."""
 
     def fault(message: str, param: str | None = None, code: str = "invalid_line") -> LineFault:
@@ -111,14 +114,15 @@ def _fault(number: int, data: bytes, endpoint: str, limits: LineLimits) -> LineF
     return fault(*wrong) if wrong else str(fields["custom_id"])
 
 
-def _wrong_field(fields: dict[str, Any], endpoint: str) -> tuple[str, str] | None:
+def _wrong_field(fields: dict[str, Any], endpoint: str | None) -> tuple[str, str] | None:
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARACTERS:
         return f"needs a custom_id of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters", "custom_id"
     if fields.get("method") != "POST":
         return 'needs "method": "POST"', "method"
-    if fields.get("url") != endpoint:
-        return f"has the url {str(fields.get('url'))[:60]!r}, and the batch is for {endpoint}", "url"
+    url = fields.get("url")
+    if not isinstance(url, str) or url != (endpoint or url):
+        return f"has the url {str(url)[:60]!r}, and the batch is for {endpoint}", "url"
     if not isinstance(fields.get("body"), dict):
         return "needs a body that is a JSON object", "body"
     return None

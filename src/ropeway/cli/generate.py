@@ -1,24 +1,24 @@
-"""`ropeway generate`: completes prompts from the command line or from a JSONL file (see `cli.journal`)."""
+"""`ropeway generate`: completes prompts from the command line or from a JSONL file (see `cli.offline`)."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ropeway.cli.options import add_engine_arguments, add_model_argument, engine_options
 from ropeway.core.params import SamplingParams
-from ropeway.errors import ConfigError, InvalidRequestError
+from ropeway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ropeway.cli.journal import InputLine
     from ropeway.inputs import EncodedPrompt, Prompt
-    from ropeway.llm import LLM
     from ropeway.outputs import RequestOutput
 
 DEFAULT_MAX_TOKENS = 256
+USUAL: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0}
+# The input is the queue, and it is as long as it is.
+QUEUE_OPTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
 
 
@@ -27,9 +27,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="complete prompts and print or store the answers",
-        description="Completes prompts. --input has a JSON object per line, with either prompt (text or token ids) or "
-        "messages, and optionally sampling parameters of its own. --output gets a line per answer, in the order they "
-        "finish; started again, a run goes on where it was cut off.",
+        description="Completes prompts. --input has a JSON object per line: either prompt (text or token ids) or "
+        "messages, with other fields of a request's body; or a line of a batch (custom_id, method, url, body). "
+        "--output gets a line per answer, as batches have it, in the order of the input; OUTPUT.journal holds what is "
+        "answered meanwhile, so that a run started again goes on where it was cut off.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run_generate)
@@ -59,10 +60,9 @@ def run_generate(args: argparse.Namespace) -> int:
         raise ConfigError("give prompts on the command line or --input FILE, one of them")
     if (args.input is None) != (args.output is None):
         raise ConfigError("--input and --output go together")
-    defaults = {name: value for name in SAMPLING_FLAGS if (value := getattr(args, name)) is not None}
-    defaults = {"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0, **defaults}
-    SamplingParams(**defaults)  # a wrong flag is told before a model is loaded
-    return _run_prompts(args, SamplingParams(**defaults)) if args.prompts else _run_file(args, defaults)
+    given = {name: value for name in SAMPLING_FLAGS if (value := getattr(args, name)) is not None}
+    params = SamplingParams(**{**USUAL, **given})  # a wrong flag is told before a model is loaded
+    return _run_prompts(args, params) if args.prompts else _run_file(args, given)
 
 
 def _run_prompts(args: argparse.Namespace, params: SamplingParams) -> int:
@@ -76,7 +76,7 @@ def _run_prompts(args: argparse.Namespace, params: SamplingParams) -> int:
     answers: dict[int, RequestOutput] = {}
     for position, output in llm.generate_each([(prompt, params) for prompt in prompts]):
         answers[position] = output
-        bar.update(output)
+        bar.update(sum(len(completion.token_ids) for completion in output.outputs))
     bar.close()
     for position, text in enumerate(args.prompts):
         for completion in answers[position].outputs:
@@ -85,42 +85,23 @@ def _run_prompts(args: argparse.Namespace, params: SamplingParams) -> int:
     return 0
 
 
-def _run_file(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
-    from ropeway.cli.journal import Journal, read_input
-    from ropeway.llm import LLM
+def _run_file(args: argparse.Namespace, given: dict[str, Any]) -> int:
+    from ropeway.cli.offline import OfflineBatch, OfflineRun
+    from ropeway.cli.prompt_lines import batch_lines
 
-    lines = read_input(args.input, {"model": str(args.model), **defaults})
-    with Journal(args.output, lines) as journal:
-        todo = journal.unanswered()
-        if len(todo) < len(lines):
-            print(f"{len(lines) - len(todo)} of {len(lines)} lines are answered already", file=sys.stderr)
-        if todo:
-            llm = LLM(args.model, **engine_options(args))
-            bar = _TokenBar(len(lines), initial=len(lines) - len(todo))
-            accepted: list[InputLine] = []
-            for position, output in llm.generate_each(_requests(llm, todo, defaults, accepted, journal)):
-                journal.write_answer(accepted[position], output)
-                bar.update(output)
-            bar.close()
-        if journal.num_refused:
-            print(
-                f"{journal.num_refused} of {len(lines)} lines were refused; see their `error` fields", file=sys.stderr
-            )
-    return 1 if journal.num_refused else 0
-
-
-def _requests(
-    llm: LLM, lines: Sequence[InputLine], defaults: dict[str, Any], accepted: list[InputLine], journal: Any
-) -> Iterator[tuple[EncodedPrompt, SamplingParams]]:
-    """The requests of the lines that are right; the others are answered with their error."""
-    for line in lines:
-        try:
-            request = line.request(llm, defaults)
-        except InvalidRequestError as error:
-            journal.write_error(line, error)
-            continue
-        accepted.append(line)
-        yield request
+    lines = b"".join(batch_lines(args.input, given, USUAL))
+    options = {name: value for name, value in engine_options(args).items() if name not in QUEUE_OPTIONS}
+    with OfflineRun(OfflineBatch(args.output, lines, str(args.model), options)) as run:
+        before = run.progress
+        if before.num_answered:
+            print(f"{before.num_answered} of {before.num_lines} lines are answered already", file=sys.stderr)
+        bar = _TokenBar(before.num_lines, initial=before.num_answered)
+        run.answer(lambda answer: bar.update(answer.num_output_tokens))
+        bar.close()
+        num_refused, num_lines = run.progress.num_refused, run.progress.num_lines
+    if num_refused:
+        print(f"{num_refused} of {num_lines} lines were refused; see their `response.body.error`", file=sys.stderr)
+    return 1 if num_refused else 0
 
 
 class _TokenBar:
@@ -133,8 +114,8 @@ class _TokenBar:
         self._bar = tqdm(total=total, initial=initial, unit="prompt", disable=None if is_shown else True)
         self._num_tokens = 0
 
-    def update(self, output: RequestOutput) -> None:
-        self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+    def update(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
         elapsed_s = self._bar.format_dict["elapsed"]
         if elapsed_s:
             self._bar.set_postfix_str(f"{self._num_tokens / elapsed_s:.0f} tokens/s", refresh=False)

@@ -19,6 +19,7 @@ from ropeway.errors import ConfigError, InvalidRequestError, RopewayError
 COMMANDS = {
     "serve": "serve a model over HTTP, OpenAI-compatible",
     "generate": "complete prompts and print or store the answers",
+    "batch": "have a server answer a file of requests",
     "models": "list, fetch and locate models",
     "bench": "measure a server, or a step of the engine",
     "replay": "rebuild the schedule of a decision log, as a table or a timeline",

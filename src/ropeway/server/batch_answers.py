@@ -30,15 +30,18 @@ class TryAgainError(RopewayError):
         self.has_run = has_run
 
 
-async def answer_line(llm: AsyncLLM, endpoint: str, data: bytes, seed: int, caller: Caller) -> LineAnswer:
+async def answer_line(llm: AsyncLLM, data: bytes, seed: int, caller: Caller) -> LineAnswer:
     """Answers one line, in the background class. data: the line as it is in the input. seed: of its random numbers,
     where its body gives none.
 
     Raises TryAgainError. Cancelling it aborts what it computes.
     """
-    fields = orjson.loads(data)["body"]
+    line = orjson.loads(data)
+    fields, start = line["body"], _STARTS.get(line["url"])
     try:
-        started = await _STARTS[endpoint](llm, fields, caller)
+        if start is None:
+            raise InvalidRequestError(f"url must be one of {', '.join(_STARTS)}, not {line['url'][:60]!r}", param="url")
+        started = await start(llm, fields, caller)
         if started.is_streamed:
             raise InvalidRequestError("stream is not for batches: a line has one answer; leave it out", param="stream")
     except OverloadedError as error:

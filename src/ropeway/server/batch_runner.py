@@ -65,11 +65,14 @@ class _OpenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerTerms:
-    """max_in_flight: lines at once. models: batches of others wait. limits: of input files. clock: epoch seconds."""
+    """max_in_flight: lines at once. models: batches of others wait. limits: of input files. has_one_file: the output
+    has the lines with an error too, each in its place. clock: epoch seconds.
+    """
 
     max_in_flight: int
     models: Collection[str]
     limits: LineLimits
+    has_one_file: bool = False
     clock: Callable[[], float] = time.time
 
 
@@ -100,7 +103,8 @@ class BatchRunner:
         self._is_taking = True
         self._changed = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
-        self.failure: BatchStoreError | None = None  # why the journal could not be written, as of late
+        self._has_news = asyncio.Event()  # for `wait_idle`
+        self._failure: BatchStoreError | None = None  # why the journal could not be written, as of late
 
     # -- what others call ----------------------------------------------------------------------------------------------
 
@@ -151,9 +155,10 @@ class BatchRunner:
     async def wait_idle(self) -> None:
         """Waits until no batch is open. Raises BatchStoreError where the journal cannot be written."""
         while self._open:
-            if self.failure is not None:
-                raise self.failure
-            await self._wait_for_change()
+            self._has_news.clear()
+            if self._failure is not None:
+                raise self._failure
+            await self._has_news.wait()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -168,10 +173,12 @@ class BatchRunner:
             self._changed.clear()
 
     async def _wait_for_change(self) -> None:
+        # Not asyncio.wait_for, which in Python 3.11 may swallow being cancelled.
+        timer = asyncio.get_running_loop().call_later(TICK_S, self._changed.set)
         try:
-            await asyncio.wait_for(self._changed.wait(), TICK_S)
-        except TimeoutError:
-            pass
+            await self._changed.wait()
+        finally:
+            timer.cancel()
 
     async def _take_lines(self) -> None:
         while self._is_taking and self._num_in_flight < self._terms.max_in_flight:
@@ -265,10 +272,11 @@ class BatchRunner:
                 await self._journal.run(lambda journal: journal.put_answer(number, line.number, answer))
             except BatchStoreError as error:
                 self._hold_off(error)
-                self.failure = error
+                self._failure = error
+                self._has_news.set()
                 await asyncio.sleep(TICK_S)  # nothing is lost but time: it may be tried again
             else:
-                self.failure = None
+                self._failure = None
                 break
         if self._on_answered is not None:
             self._on_answered(answer)
@@ -289,7 +297,7 @@ class BatchRunner:
                 now_s = int(self._terms.clock())
                 if faults:
                     await self._journal.run(partial(Journal.fail, batch_id=record.batch_id, faults=faults, now_s=now_s))
-                    del self._open[record.batch_id]
+                    self._close_batch(record)
                 else:
                     begin = partial(Journal.begin, batch_id=record.batch_id, specs=specs, now_s=now_s)
                     batch.record = await self._journal.run(begin)
@@ -312,10 +320,16 @@ class BatchRunner:
             await self._journal.run(lambda journal: journal.end(record.batch_id, status, files, now_s))
         except (BatchStoreError, OSError, sqlite3.Error) as error:
             self._hold_off(error)
+            self._failure = BatchStoreError(f"the output of {record.batch_id} cannot be written: {error}")
+            self._has_news.set()
             batch.is_settling = False
             return
-        del self._open[record.batch_id]
         logger.info("batch %s is %s", record.batch_id, status)
+        self._close_batch(record)
+
+    def _close_batch(self, record: BatchRecord) -> None:
+        del self._open[record.batch_id]
+        self._has_news.set()
         self._changed.set()
 
     def _write_files(self, record: BatchRecord, status: str) -> list[FileRecord | None]:
@@ -325,7 +339,7 @@ class BatchRunner:
             record.number,
             status,
             self._directory.file_path(output_id),
-            self._directory.file_path(error_id),
+            self._directory.file_path(output_id if self._terms.has_one_file else error_id),
         )
         now_s = int(self._terms.clock())
 
@@ -342,6 +356,8 @@ class BatchRunner:
                 expires_s=now_s + record.output_lifetime_s,
             )
 
+        if self._terms.has_one_file:
+            return [file(output_id, "output", written.output_bytes), None]
         return [file(output_id, "output", written.output_bytes), file(error_id, "error", written.error_bytes)]
 
 

@@ -34,6 +34,11 @@ SWEEP_S = 60.0
 IN_FLIGHT_RATIO = 1.25
 
 
+def max_in_flight(max_num_seqs: int) -> int:
+    """Lines in flight that keep an engine busy."""
+    return int(IN_FLIGHT_RATIO * max_num_seqs) + 1
+
+
 @dataclass(frozen=True, slots=True)
 class OpenStore:
     """What there is once the directory is open."""
@@ -107,7 +112,7 @@ class BatchService:
         directory = BatchDirectory(self._path)
         journal = JournalThread(await asyncio.to_thread(_open_journal, directory))
         terms = RunnerTerms(
-            max_in_flight=int(IN_FLIGHT_RATIO * self._llm.facts.max_num_seqs) + 1,
+            max_in_flight=max_in_flight(self._llm.facts.max_num_seqs),
             models=self._llm.facts.served_model_names,
             limits=self._limits,
             clock=self.clock,
@@ -119,7 +124,7 @@ class BatchService:
     async def _answer(self, record: BatchRecord, data: bytes, seed: int) -> LineAnswer:
         tenant = record.tenant
         caller = Caller(KeyTerms(tenant=tenant, weight=self._keys.weight_of(tenant)) if tenant else None)
-        return await answer_line(self._llm, record.endpoint, data, seed, caller)
+        return await answer_line(self._llm, data, seed, caller)
 
     async def _keep_house(self) -> None:
         """Forgets what has expired; opens what could not be opened."""
