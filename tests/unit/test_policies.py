@@ -331,6 +331,29 @@ def test_without_a_share_background_waits_as_long_as_anybody_else_does() -> None
             WaitingLine(background_share=share)
 
 
+@pytest.mark.parametrize(("num_prompt_tokens", "counts"), [(12, [(7, 0), (5, 2)]), (17, [(4, 3), (4, 3)])])
+def test_a_newcomers_prompt_is_halved_only_beyond_two_steps(
+    num_prompt_tokens: int, counts: list[tuple[int, int]]
+) -> None:
+    """Halved, 12 tokens took three steps of 7: TTFT p99 beside a flood was 0.53 s in place of 0.41."""
+    scheduler = with_policy(VirtualTokenCounters, budget=8, num_blocks=200)
+    add(scheduler, "decoding", 2, 9, tenant="flood")
+    flood = add(scheduler, "flood", 60, 4, tenant="flood")
+    run_step(scheduler)
+    newcomer = add(scheduler, "new", num_prompt_tokens, 4, tenant="new")
+    for expected in counts:
+        plan, _ = run_step(scheduler)
+        rows = dict(zip(plan.sequence_ids, plan.num_tokens, strict=True))
+        assert (rows[newcomer], rows.get(flood, 0)) == expected
+
+
+def test_a_lone_tenants_first_prompt_is_halved_as_under_fcfs() -> None:
+    scheduler = with_policy(VirtualTokenCounters, budget=8, num_blocks=100)
+    add(scheduler, "first", 12, 4)
+    add(scheduler, "second", 12, 4)
+    assert run_step(scheduler)[0].num_tokens == (4, 4)
+
+
 def test_reserving_admission_and_a_newcomer() -> None:
     batching = ContinuousBatching(ReserveAdmission())
     scheduler = make_scheduler(

@@ -39,12 +39,13 @@ class Boarding:
             if newcomer is not None and not (prefilling and line.key(prefilling[-1]) < line.key(newcomer)):
                 reason = self._obstacle(newcomer, builder, max_num_running, num_running_before)
                 if reason is None:
-                    builder.add_prefill(roster.board())
+                    builder.add_prefill(roster.board(), goes_first=line.goes_first(newcomer))
                     continue
                 newcomer.waiting_reason = reason
                 is_boarding = reason is WaitingReason.DEFERRED and self._defer(newcomer)
             elif prefilling:
-                builder.add_prefill(prefilling.pop())
+                sequence = prefilling.pop()
+                builder.add_prefill(sequence, goes_first=line.goes_first(sequence))
             else:
                 break
         chunks = builder.end_prefills()

@@ -31,7 +31,8 @@ class VirtualTokenCounters:
     least counter of those who do (or, where nobody waits, of the one who did last), so idling earns no credit.
 
     A newcomer, whose tenant had nothing unfinished and is served no more than those who wait, may take the place of the
-    most served tenant's newest sequences, and its prefill goes first.
+    most served tenant's newest sequences, and its prefill goes first: others share a step with it only where it takes
+    more than two.
 
     For any two tenants f and g that have sequences waiting throughout, and where nobody is preempted, what they are
     served differs by at most 2 max(w_p longest prompt, w_q tokens running) (theorem 4.4 there). With one tenant and
@@ -98,6 +99,9 @@ class VirtualTokenCounters:
             return (0, sequence.sequence_id)
         place = 1 if sequence.state is SequenceState.RUNNING else 2
         return (place, seat.tenant.counter, seat.user.counter, sequence.sequence_id)
+
+    def goes_first(self, sequence: Sequence) -> bool:
+        return self._seats[sequence.sequence_id].is_newcomer and self._tenants.num_open > 1
 
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         return sorted(running, key=self.key)
@@ -255,6 +259,11 @@ class Ledger(Generic[AccountT]):
         self._num_listed = 0
         self._next_ticket = 0
         self._last_listed: AccountT | None = None  # who left the list last
+
+    @property
+    def num_open(self) -> int:
+        """Accounts with something unfinished."""
+        return len(self._accounts)
 
     def open(self, name: str | None) -> AccountT:
         """The account of a name, for one more sequence."""

@@ -61,17 +61,19 @@ class PlanBuilder:
         self.budget = budget
         self._num_budgeted = budget.num_prefill_tokens(0)
 
-    def add_prefill(self, sequence: TokenSequence) -> None:
+    def add_prefill(self, sequence: TokenSequence, *, goes_first: bool) -> None:
         """Plan as many uncomputed tokens of a sequence as the budget leaves; no row where it leaves none.
 
-        One that is longer than the step takes half of it, and what nobody else wants. Its first row since it boarded
-        carries its whole block table.
+        One that is longer than the step takes half of it, and what nobody else wants; longer than two, where it goes
+        first: halved, a prompt of 1.5 steps would take three. Its first row since it boarded carries its whole block
+        table.
         """
         start = sequence.num_computed_tokens
         num_tokens = min(sequence.num_tokens - start, self.budget.num_prefill_tokens(start))
         if num_tokens <= 0:
             return
-        if sequence.num_tokens - start > self._num_budgeted > 1:
+        num_whole = 2 * self._num_budgeted if goes_first else self._num_budgeted
+        if sequence.num_tokens - start > num_whole and self._num_budgeted > 1:
             num_tokens = min(num_tokens, self._num_budgeted // 2)
             self._long_rows.append((len(self._starts), sequence))
         if not sequence.is_announced:

@@ -41,6 +41,9 @@ class Policy(Protocol):
     def key(self, sequence: Sequence) -> Key:
         """The place of a running sequence, or of the first of the line among them; the smallest comes first."""
 
+    def goes_first(self, sequence: Sequence) -> bool:
+        """Whether its prompt is not to be held up by those of others."""
+
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Those running by their keys, the smallest first."""
 
@@ -138,6 +141,9 @@ class FirstComeFirstServed:
 
     def key(self, sequence: Sequence) -> Key:
         return sequence.rank
+
+    def goes_first(self, sequence: Sequence) -> bool:
+        return False
 
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         return sorted(running, key=attrgetter("rank"))

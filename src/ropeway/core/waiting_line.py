@@ -110,6 +110,10 @@ class WaitingLine:
         """The place of a running sequence, or of the first of the line among them; the smallest comes first."""
         return (self._class_rank(sequence), *self._policy_of(sequence).key(sequence))
 
+    def goes_first(self, sequence: Sequence) -> bool:
+        """Whether its prompt is not to be held up by those of others."""
+        return self._policy_of(sequence).goes_first(sequence)
+
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Those running, the first of the order first."""
         if not self._num_background:
