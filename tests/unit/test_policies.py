@@ -331,7 +331,7 @@ def test_without_a_share_background_waits_as_long_as_anybody_else_does() -> None
             WaitingLine(background_share=share)
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "counts"), [(12, [(7, 0), (5, 2)]), (17, [(4, 3), (4, 3)])])
+@pytest.mark.parametrize(("num_prompt_tokens", "counts"), [(12, [(7, 0), (5, 2)]), (17, [(4, 3), (7, 0), (6, 1)])])
 def test_a_newcomers_prompt_is_halved_only_beyond_two_steps(
     num_prompt_tokens: int, counts: list[tuple[int, int]]
 ) -> None:
