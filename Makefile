@@ -1,6 +1,6 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
 .PHONY: help setup serve test sanitize lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas evidence-fuzz \
-	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay invariance wheel clean
+	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay evidence-bounds evidence-soak evidence-side-effects invariance wheel clean
 .DEFAULT_GOAL := help
 
 ROPEWAY = .venv/bin/ropeway
@@ -108,6 +108,18 @@ evidence-replay: ## an hour of mixed traffic, logged and replayed byte for byte 
 invariance: ## 200 random combinations of the scheduler's options on the default model: the same logits as alone (under 20 minutes; resumes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/invariance.py $(ARGS)
+
+evidence-bounds: ## 1,000 streams, 10,000 queued requests, slow and stopped clients on a tiny model (about 5 minutes)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/bounds.py $(ARGS)
+
+evidence-soak: ## a server under random load, faults, pauses and key reloads, then at rest (about 15 minutes; ARGS="--duration 60" for less)
+	@scripts/setup.sh dev
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/soak.py $(ARGS)
+
+evidence-side-effects: ## what schemas, log-probabilities and n=8 of one cost the others at 32 clients (about 6 minutes; resumes)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/side_effects.py $(ARGS)
 
 wheel: ## a wheel for any x86-64, in dist/
 	@scripts/setup.sh dev build

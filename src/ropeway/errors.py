@@ -8,6 +8,7 @@
     ├── OverloadedError            refused at the door, try again later                   (HTTP 503)
     │   └── RateLimitedError       a caller exceeds what its key allows                   (HTTP 429)
     ├── RequestTimeoutError        accepted, and out of time before its end               (HTTP 504)
+    ├── SlowClientError            the client sends its request or reads its answer too slowly (HTTP 408)
     ├── EngineStoppedError         the engine has shut down or failed                     (HTTP 503)
     ├── ModelFileError             the model file is truncated, corrupt, hostile or not a model
     │   └── UnsupportedModelError  well-formed, but an architecture, tensor type or tokenizer we do not have
@@ -62,6 +63,10 @@ class RateLimitedError(OverloadedError):
 
 class RequestTimeoutError(RopewayError):
     """The time that a request allowed itself was over before its end."""
+
+
+class SlowClientError(RopewayError):
+    """The client took too long to send its request or to read its answer, or left too much of the answer unread."""
 
 
 class EngineStoppedError(RopewayError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,31 +56,6 @@ def test_news_are_passed_on_step_by_step_and_in_order(tokenizer: Tokenizer) -> N
             assert tuple(token_ids) == backend.expected_tokens(PROMPT, 20)
         # Each call has what one step brought, whole: the first 5 steps, every sequence.
         assert [len(step) for step in taken[:5]] == [4] * 5
-
-    run_with_engine(tokenizer, scenario)
-
-
-def test_a_writer_that_is_full_gets_the_rest_when_it_is_ready(tokenizer: Tokenizer) -> None:
-    async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
-        stream = engine.submit([request("a")])
-        is_ready = asyncio.Event()
-        taken: list[list[Delta]] = []
-
-        async def wait() -> None:
-            await is_ready.wait()
-
-        def write(deltas: list[Delta]) -> Awaitable[None] | None:
-            taken.append(deltas)
-            return wait() if len(taken) == 2 else None
-
-        reading = asyncio.create_task(stream.pass_on(write))
-        await until(lambda: stream.is_finished)
-        await asyncio.sleep(0.01)
-        assert len(taken) == 2 and not reading.done()
-        is_ready.set()
-        await reading
-        token_ids = [token for step in taken for delta in step for token in delta.token_ids]
-        assert tuple(token_ids) == backend.expected_tokens(PROMPT, 20) and len(taken) == 3
 
     run_with_engine(tokenizer, scenario)
 

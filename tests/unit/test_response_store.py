@@ -58,3 +58,12 @@ def test_another_tenant_is_told_nothing() -> None:
         with pytest.raises(UnknownRequestError):
             ask("mine", stranger)
     assert store.find("mine", Caller(None, is_admin=True))
+
+
+def test_a_response_that_never_ends_counts_with_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 3000)
+    store = ResponseStore()
+    for number in range(4):
+        said = [ChatMessage(role="user", content="y" * 1000)]
+        store.put(f"r{number}", Ended(), said, CALLER)  # type: ignore[arg-type]
+    assert list(store._stored) == ["r2", "r3"]

@@ -1,4 +1,4 @@
-"""Sending without a task switch: a coroutine begun by hand ends as an awaited one would."""
+"""Sending without a task switch: a coroutine begun by hand ends as an awaited one would; what waits is in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from ropeway.server.sse import begin
+from ropeway.server.sse import Message, Outbox, begin
 
 
 async def send(log: list[str], *waits: asyncio.Future[str]) -> None:
@@ -77,5 +77,32 @@ def test_cancelling_reaches_the_coroutine() -> None:
         with pytest.raises(asyncio.CancelledError):
             await reading
         assert log == ["let go"]
+
+    asyncio.run(main())
+
+
+def test_an_outbox_gathers_while_the_socket_is_full_and_keeps_the_order() -> None:
+    async def main() -> None:
+        has_room = asyncio.Event()
+        has_room.set()
+        taken: list[bytes] = []
+
+        async def send(message: Message) -> None:
+            await has_room.wait()
+            taken.append(message["body"])
+
+        async with Outbox(send) as outbox:
+            outbox.put(b"at once")
+            assert taken == [b"at once"] and outbox.num_bytes == 0
+            has_room.clear()
+            for chunk in (b"one", b"", b"two", b"three"):
+                outbox.put(chunk)
+            await asyncio.sleep(0)
+            assert len(taken) == 1 and outbox.num_bytes == 11
+            has_room.set()
+            await outbox.sent()
+            assert taken == [b"at once", b"one", b"twothree"] and outbox.num_bytes == 0
+            outbox.put(b"again")
+            assert taken[-1] == b"again"
 
     asyncio.run(main())

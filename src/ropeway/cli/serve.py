@@ -21,7 +21,7 @@ from ropeway.config import EngineConfig, format_bytes, parse_bytes
 from ropeway.engine.garbage import settled_garbage
 from ropeway.errors import ConfigError
 from ropeway.server.config import ServerConfig
-from ropeway.server.listening import address, bind
+from ropeway.server.listening import address, bind, max_connections
 from ropeway.server.log_context import RequestIdFilter
 from ropeway.server.tenants import check_key, load_key_file, terms_of_flags
 
@@ -67,6 +67,16 @@ def add_parser(subparsers: Any) -> None:
     add("--max-batch-file-size", default="200M", metavar="SIZE", help="largest file that is uploaded; default: 200M")
     add("--max-batch-storage", default="10G", metavar="SIZE", help="what all files together may take; default: 10G; "
         "then uploads are refused")  # fmt: skip
+    add("--header-timeout", type=float, default=20.0, metavar="SECONDS", help="how long a client may take to send the "
+        "headers of a request; default: 20; then it is answered 408")  # fmt: skip
+    add("--body-timeout", type=float, default=30.0, metavar="SECONDS", help="how long a client may take to send the "
+        "body, and a second more for every 64 KiB of it; default: 30; then it is answered 408")  # fmt: skip
+    add("--write-timeout", type=float, default=60.0, metavar="SECONDS", help="a client that takes nothing of its "
+        "answer for this long is cut off, and what it asked for aborted; default: 60")  # fmt: skip
+    add("--max-unread-size", default="4M", metavar="SIZE", help="how much of a stream is kept for a client that does "
+        "not read it, such as 4M; default: 4M; more end the stream with an error")  # fmt: skip
+    add("--max-connections", type=int, metavar="N", help="most connections open at once, more are answered 503; "
+        "default: as many as the limit of open files leaves, which is raised as far as it may be")  # fmt: skip
     add("--access-log", action="store_true", help="log a line per request; default: off")
     add_engine_arguments(parser)
 
@@ -83,6 +93,15 @@ def run_serve(args: argparse.Namespace) -> int:
     for flag, value in (("--shutdown-timeout", args.shutdown_timeout), ("--health-timeout", args.health_timeout)):
         if not 0 <= value < float("inf"):
             raise ConfigError(f"{flag} must be a number of seconds, 0 or more, not {value}")
+    for flag, value in (
+        ("--header-timeout", args.header_timeout),
+        ("--body-timeout", args.body_timeout),
+        ("--write-timeout", args.write_timeout),
+    ):
+        if not 0.01 <= value < float("inf"):
+            raise ConfigError(f"{flag} must be at least 0.01 seconds, not {value}")
+    if args.max_connections is not None and args.max_connections < 1:
+        raise ConfigError(f"--max-connections must be at least 1, not {args.max_connections}")
     max_body_bytes = parse_bytes("--max-body-size", args.max_body_size)
     options = engine_options(args)
     engine_config = EngineConfig.from_options(options)  # a wrong option is told before anything slow begins
@@ -102,6 +121,11 @@ def run_serve(args: argparse.Namespace) -> int:
         batch_dir=None if args.no_batches else args.batch_dir or default_batch_dir(),
         max_batch_file_bytes=parse_bytes("--max-batch-file-size", args.max_batch_file_size),
         max_batch_storage_bytes=parse_bytes("--max-batch-storage", args.max_batch_storage),
+        header_timeout_s=args.header_timeout,
+        body_timeout_s=args.body_timeout,
+        write_timeout_s=args.write_timeout,
+        max_unread_bytes=parse_bytes("--max-unread-size", args.max_unread_size),
+        max_connections=max_connections(args.max_connections),
     )
     with bind(args.host, args.port) as sock:
         resolve_model(args.model)  # a download can be interrupted here, on the main thread

@@ -36,13 +36,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """num_in_engine: sequences whose terminal event has not come; a stop string ends the text earlier than that."""
+    """num_in_engine: sequences whose terminal event has not come; a stop string ends the text earlier than that.
+    error: what it ended with instead of an answer. abort_cause: why it was aborted, where nobody wished it.
+    """
 
     assembler: Assembler
     stream: OutputStream
     times: RequestTimes
     num_in_engine: int
     error: RopewayError | None = None
+    abort_cause: RopewayError | None = None
     is_started: bool = False
     num_cached_tokens: int = 0
     finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -59,7 +62,7 @@ class _OpenRequest:
             num_generated_tokens=self.assembler.num_generated_tokens,
             num_cached_tokens=self.num_cached_tokens,
             finish_reasons=tuple([self.finish_reasons.get(index) for index in range(request.params.n)]),
-            error=self.error,
+            error=self.error or self.abort_cause,
             has_started=self.is_started,
             arrival_s=self.times.arrival_s,
             first_token_s=self.times.first_token_s,
@@ -120,7 +123,11 @@ class AsyncEngine:
 
         It counts what is still on its way to the engine, and free places as of the last step; the engine decides.
         """
-        self._queue_limits.check(self._num_unstarted, self._num_unstarted_tokens, self.stats.num_places)
+        try:
+            self._queue_limits.check(self._num_unstarted, self._num_unstarted_tokens, self.stats.num_places)
+        except OverloadedError:
+            self.metrics.num_refused += 1
+            raise
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Hands requests to the engine; their deltas come out of the one stream returned.
@@ -128,7 +135,7 @@ class AsyncEngine:
         Raises EngineStoppedError after shutdown or failure, InvalidRequestError for a request id in use.
         """
         self._check_running()
-        stream = OutputStream([request.request_id for request in requests], self.abort)
+        stream = OutputStream([request.request_id for request in requests], self._abort)
         now_s = time.monotonic()
         for request in requests:
             if request.request_id in self._open:
@@ -147,6 +154,12 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """Ends a request with `abort`; nothing happens where it has ended already."""
         self._thread.abort(request_id)
+
+    def _abort(self, request_id: str, cause: RopewayError | None) -> None:
+        """For a stream that is closed, on the loop."""
+        if cause is not None and request_id in self._open:
+            self._open[request_id].abort_cause = cause
+        self.abort(request_id)
 
     @property
     def is_paused(self) -> bool:
@@ -260,7 +273,8 @@ class AsyncEngine:
         for request_id, progress in news.progress:
             self._answer(request_id, progress)
         for request_id, error in news.rejected:
-            self._fail(request_id, error, news.now_s)
+            self.metrics.num_refused += 1
+            self._refuse(request_id, error, news.now_s)
         if news.failure is not None:
             self._fail_all(news.failure, news.now_s)
         if not self._open:
@@ -342,6 +356,14 @@ class AsyncEngine:
             entry = self._open[request_id]
             if not entry.is_broken:
                 self._break(entry, error, now_s)
+            self._close(request_id, now_s)
+
+    def _refuse(self, request_id: str, error: RopewayError, now_s: float) -> None:
+        """A request that the engine did not take: nothing of it has ended, since nothing began."""
+        if request_id in self._open:
+            entry = self._open[request_id]
+            entry.error = error
+            entry.stream.fail(request_id, error)
             self._close(request_id, now_s)
 
     def _break(self, entry: _OpenRequest, error: RopewayError, now_s: float) -> None:

@@ -46,13 +46,15 @@ class EngineMetrics:
     """Everything /metrics shows beside the engine's own counters.
 
     prompt_tokens counts a request's prompt when its first token comes; generation_tokens are counted through the
-    match of a stop string. finished: sequences per reason.
+    match of a stop string. finished: sequences per reason. num_refused: requests that were not taken: by the engine, or
+    already for the length of its queue.
     """
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[FinishReason] = Counter()
+        self.num_refused = 0
         self.time_to_first_token_s = Histogram(TTFT_BUCKETS_S)
         self.inter_token_latency_s = Histogram(ITL_BUCKETS_S)
         self.request_queue_time_s = Histogram(REQUEST_BUCKETS_S)

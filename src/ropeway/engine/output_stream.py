@@ -1,28 +1,29 @@
 """The news of requests on the way to whoever reads them, on the event loop. Knows no engine, threads or HTTP.
 
-A reader that stops reading holds up nobody: its stream only gathers, bounded by the tokens its requests may generate.
+A reader that stops taking holds up nobody: its stream only gathers, bounded by the tokens its requests may generate.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from ropeway.errors import RopewayError
 from ropeway.outputs import Delta
 
-# Takes deltas; returns what to await before it is given more, or None.
-DeltaSink = Callable[[list[Delta]], Awaitable[None] | None]
+DeltaSink = Callable[[list[Delta]], None]
+# Ends a request, from any thread; with the cause where it is not the reader's own wish.
+Abort = Callable[[str, RopewayError | None], None]
 
 
 class OutputStream:
     """The deltas of one or several requests, in the order they came. One reader, on the event loop.
 
-    Closing it (or leaving its `async with`) aborts what has not finished. abort: ends a request, from any thread.
+    Closing it (or leaving its `async with`) aborts what has not finished.
     The engine's side of it: `put`, `flush`, `accept`, `finish`, `fail`.
     """
 
-    def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
+    def __init__(self, request_ids: Sequence[str], abort: Abort) -> None:
         self._abort = abort
         self._unfinished = set(request_ids)
         self._unaccepted = set(request_ids)
@@ -32,9 +33,8 @@ class OutputStream:
         # One reader waits at a time: a bare future costs half of what an asyncio.Event does, at every token.
         self._reader: asyncio.Future[None] | None = None
         self._reader_wants_end = False
-        # While `pass_on` waits: what takes the news of a step at once, and what came of that.
+        # While `pass_on` waits: what takes the news of a step at once, and what it raised.
         self._write: DeltaSink | None = None
-        self._congestion: Awaitable[None] | None = None
         self._write_failure: Exception | None = None
 
     @property
@@ -76,17 +76,14 @@ class OutputStream:
         """Hands all news to `write` until the end, or until the stream is closed.
 
         write: called on the event loop with what one step brought, straight from the step's one wake-up: a waiting
-        task for each of many streams would cost more than the text. Where it can take no more for now, it returns what
-        to await; the stream gathers meanwhile.
+        task for each of many streams would cost more than the text.
 
         Raises as `take` does, and whatever `write` raises.
         """
         while True:
             if self._deltas:
                 deltas, self._deltas = self._deltas, []
-                congestion = write(deltas)
-                if congestion is not None:
-                    await congestion
+                write(deltas)
                 continue
             if self._error is not None:
                 raise self._error
@@ -99,16 +96,13 @@ class OutputStream:
                 self._write = None
             if self._write_failure is not None:
                 raise self._write_failure
-            if self._congestion is not None:
-                congestion, self._congestion = self._congestion, None
-                await congestion
 
-    def close(self) -> None:
+    def close(self, cause: RopewayError | None = None) -> None:
         """Aborts what has not finished and ends the stream; its blocks are free before the next step is planned."""
         if not self._is_closed:
             self._is_closed = True
             for request_id in self._unfinished:
-                self._abort(request_id)
+                self._abort(request_id, cause)
             self._wake()
 
     async def __aenter__(self) -> OutputStream:
@@ -147,10 +141,9 @@ class OutputStream:
             return
         deltas, self._deltas = self._deltas, []
         try:
-            self._congestion = self._write(deltas)
+            self._write(deltas)
         except Exception as failure:  # it is the reader's, not that of whoever delivers
             self._write_failure = failure
-        if self._congestion is not None or self._write_failure is not None:
             self._write = None
             self._wake()
 

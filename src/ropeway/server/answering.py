@@ -14,9 +14,8 @@ from ropeway.server.errors import JSON
 from ropeway.server.openai import Generation
 from ropeway.server.request_book import RequestBook
 from ropeway.server.request_ids import ANSWER_ID, request_id_of
-from ropeway.server.sse import EventStreamResponse, EventWriter, closed_on_disconnect
-
-CLIENT_CLOSED_REQUEST = 499
+from ropeway.server.sse import EventStreamResponse, EventWriter, StreamLimits, closed_on_disconnect
+from ropeway.server.traffic import CLIENT_CLOSED_REQUEST
 
 
 class Answer(Protocol):
@@ -28,11 +27,11 @@ class Answer(Protocol):
 
 
 class AnswerSender:
-    """Hands generations to the engine and sends what comes of them. ping_s: see `EventStreamResponse`."""
+    """Hands generations to the engine and sends what comes of them."""
 
-    def __init__(self, book: RequestBook, ping_s: float) -> None:
+    def __init__(self, book: RequestBook, limits: StreamLimits) -> None:
         self._book = book
-        self._ping_s = ping_s
+        self._limits = limits
 
     async def send(self, request: Request, generation: Generation, answer: Answer, *, is_streamed: bool) -> Response:
         """The response. Raises what the engine refuses the requests with."""
@@ -45,7 +44,7 @@ class AnswerSender:
             except RopewayError:
                 stream.close()
                 raise
-            return EventStreamResponse(stream, answer.writer(), ping_s=self._ping_s)
+            return EventStreamResponse(stream, answer.writer(), self._limits)
         async with closed_on_disconnect(request.receive, stream):
             body = await answer.whole(stream)
             # A client that has left reads nothing; the status is for the log.

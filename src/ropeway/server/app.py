@@ -17,9 +17,10 @@ from starlette.routing import Route
 from ropeway.errors import RopewayError
 from ropeway.llm import AsyncLLM
 from ropeway.server.access import AccessGuard, caller_of
-from ropeway.server.answering import CLIENT_CLOSED_REQUEST, AnswerSender
+from ropeway.server.answering import AnswerSender
 from ropeway.server.batch_routes import batch_routes
 from ropeway.server.batch_service import BatchService
+from ropeway.server.body_deadline import BodyDeadline
 from ropeway.server.config import ServerConfig
 from ropeway.server.endpoints import start_chat_completions, start_completions
 from ropeway.server.errors import JSON, anthropic_error_json, error_json, error_response, is_anthropic, json_response
@@ -39,17 +40,20 @@ from ropeway.server.reading import read_json
 from ropeway.server.request_book import RequestBook
 from ropeway.server.request_ids import RequestIds
 from ropeway.server.response_routes import response_routes
+from ropeway.server.sse import StreamLimits
 from ropeway.server.tenants import KeyRing
 from ropeway.server.token_routes import token_routes
+from ropeway.server.traffic import CLIENT_CLOSED_REQUEST, Traffic
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
+def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing, traffic: Traffic) -> Starlette:
     """The ASGI application. Its lifespan starts the engine and shuts it down; `state.batches` is its batch service."""
 
     book = RequestBook(llm.engine)
     batches = BatchService(llm, config, keys)
+    sender = AnswerSender(book, StreamLimits(ping_s=config.ping_s, max_unread_bytes=config.max_unread_bytes))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> Any:
@@ -63,14 +67,14 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
 
     app = Starlette(
         routes=[
-            *_generation_routes(llm, config, book),
-            *response_routes(llm, config, book),
+            *_generation_routes(llm, config, sender),
+            *response_routes(llm, config, book, sender),
             *file_routes(batches, config),
             *batch_routes(batches, config, llm.facts.served_model_names[0]),
             *_model_routes(llm),
             *token_routes(llm, config),
             *health_routes(llm, config),
-            *operation_routes(llm, config, book),
+            *operation_routes(llm, config, book, traffic),
         ],
         exception_handlers={
             RopewayError: _on_error,
@@ -81,14 +85,15 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing) -> Starlette:
         lifespan=lifespan,
     )
     app.state.batches = batches
+    traffic.routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(AccessGuard, keys=keys)
-    app.add_middleware(RequestIds, has_access_log=config.has_access_log)  # added last, so around the guard
+    app.add_middleware(BodyDeadline, timeout_s=config.body_timeout_s, traffic=traffic)
+    # Added last, so around the guard.
+    app.add_middleware(RequestIds, has_access_log=config.has_access_log, traffic=traffic)
     return app
 
 
-def _generation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -> list[Route]:
-    sender = AnswerSender(book, config.ping_s)
-
+def _generation_routes(llm: AsyncLLM, config: ServerConfig, sender: AnswerSender) -> list[Route]:
     async def completions(request: Request) -> Response:
         fields = await read_json(request, config.max_body_bytes)
         started = await start_completions(llm, fields, caller_of(request))

@@ -19,6 +19,9 @@ class ServerConfig:
     this long. stall_s: /health is red after this long with work but
     without a step. has_access_log: one line per request. batch_dir: where files and batches are kept; None keeps
     none. max_batch_file_bytes: of one file that is uploaded. max_batch_storage_bytes: of all files together.
+    header_timeout_s, body_timeout_s: a client may take so long to send the headers, and the body: one second more for
+    every BODY_BYTES_PER_S of it. write_timeout_s: a client that takes nothing of its answer for so long is cut off.
+    max_unread_bytes: of a stream that its client does not read; more end it. max_connections: more are refused.
     """
 
     host: str = "127.0.0.1"
@@ -34,3 +37,8 @@ class ServerConfig:
     batch_dir: Path | None = None
     max_batch_file_bytes: int = 200 << 20
     max_batch_storage_bytes: int = 10 << 30
+    header_timeout_s: float = 20.0
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
+    max_unread_bytes: int = 4 << 20
+    max_connections: int = 65536

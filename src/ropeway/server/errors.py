@@ -17,6 +17,7 @@ from ropeway.errors import (
     RequestTimeoutError,
     RequestTooLargeError,
     RopewayError,
+    SlowClientError,
     UnknownModelError,
     UnsupportedFieldError,
 )
@@ -58,13 +59,14 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (RateLimitedError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (OverloadedError, 503, "server_error", "overloaded"),
     (RequestTimeoutError, 504, "server_error", "timeout"),
+    (SlowClientError, 408, "invalid_request_error", "request_timeout"),
     (EngineStoppedError, 503, "server_error", "engine_stopped"),
     (StorageFullError, 507, "server_error", "storage_full"),
     (BatchStoreError, 503, "server_error", "batches_unavailable"),
 )
 
-# After 413 the rest of a body may still be under way, and nobody wants it.
-_HEADERS = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"}}
+# After 408 and 413 the rest of a body may still be under way, and nobody wants it.
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}, 413: {"connection": "close"}}
 
 
 # Status -> the type that Anthropic's clients know; the rest is an api_error.
@@ -74,6 +76,7 @@ _ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",

@@ -16,6 +16,7 @@ from ropeway.engine.metrics import Histogram
 from ropeway.engine.utilization import Usage, Utilization
 from ropeway.llm import AsyncLLM
 from ropeway.machine_limits import MachineLimits
+from ropeway.server.traffic import PHASES, Traffic
 
 LOCK_WAIT_QUANTILES = (0.5, 0.99)
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
@@ -69,6 +70,10 @@ class EngineCollector(Collector):
         for reason in REASONS:
             finished.add_metric([*self._labels, reason], metrics.finished[reason])
         yield finished
+        yield self._counter(
+            "requests_refused", "Refused at the door: the queue is full, or a target could not be met.",
+            metrics.num_refused,
+        )  # fmt: skip
         yield self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", metrics.time_to_first_token_s
         )
@@ -100,7 +105,6 @@ class EngineCollector(Collector):
             yield self._gauge(f"slo_{name}_seconds", f"The target for {name.upper()}.", target_s)
             yield self._counter(f"slo_{name}_sequences", f"Sequences that the {name.upper()} target is for.", num_all)
             yield self._counter(f"slo_{name}_attained", "Those of them that held it.", num_in)
-        yield self._counter("requests_refused", "Refused at the door: a target could not be met.", pacing.num_refused)
         yield self._gauge("is_overloaded", "1 while requests are refused at the door.", pacing.is_overloaded)
         yield self._gauge(
             "is_tpot_out_of_reach", "1 while what is running alone misses the TPOT target.", pacing.is_tpot_out_of_reach
@@ -185,12 +189,44 @@ class EngineCollector(Collector):
         return family
 
 
-class Exposition:
-    """The text of /metrics for one engine and this process."""
+class TrafficCollector(Collector):
+    """HTTP requests by method, route and status, each counted once; connections; clients that were too slow."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, traffic: Traffic, model_name: str) -> None:
+        self._traffic = traffic
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        traffic = self._traffic
+        requests = CounterMetricFamily(
+            "ropeway:http_requests", "HTTP requests that have ended.", labels=["model_name", "method", "path", "status"]
+        )
+        for (method, route, status), count in sorted(traffic.num_requests.items()):
+            requests.add_metric([self._model_name, method, route, str(status)], count)
+        yield requests
+        slow = CounterMetricFamily(
+            "ropeway:slow_clients", "Clients given up, by what they were slow at.", labels=["model_name", "phase"]
+        )
+        for phase in PHASES:
+            slow.add_metric([self._model_name, phase], traffic.slow[phase])
+        yield slow
+        connections = GaugeMetricFamily("ropeway:connections", "Open connections.", labels=["model_name"])
+        connections.add_metric([self._model_name], traffic.num_connections)
+        yield connections
+        refused = CounterMetricFamily(
+            "ropeway:connections_refused", "Connections beyond the most that may be open.", labels=["model_name"]
+        )
+        refused.add_metric([self._model_name], traffic.num_refused_connections)
+        yield refused
+
+
+class Exposition:
+    """The text of /metrics for one engine, what goes over its sockets, and this process."""
+
+    def __init__(self, llm: AsyncLLM, traffic: Traffic) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(llm))
+        self._registry.register(TrafficCollector(traffic, llm.facts.served_model_names[0]))
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:

@@ -20,6 +20,7 @@ from ropeway.server.page import page_of
 from ropeway.server.protocol import parse_body
 from ropeway.server.reading import read_json
 from ropeway.server.request_book import AnswerStatus, RequestBook
+from ropeway.server.traffic import Traffic
 
 
 def health_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
@@ -52,9 +53,9 @@ def health_routes(llm: AsyncLLM, config: ServerConfig) -> list[Route]:
     ]
 
 
-def operation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -> list[Route]:
+def operation_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook, traffic: Traffic) -> list[Route]:
     """What the admin may do, and what callers are told of their own requests."""
-    exposition = Exposition(llm)
+    exposition = Exposition(llm, traffic)
 
     async def metrics(request: Request) -> Response:
         return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)

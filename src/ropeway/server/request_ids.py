@@ -1,6 +1,6 @@
 """A name for every HTTP request: taken from `x-request-id` or drawn, sent back, and put into the log. Knows no routes.
 
-With access_log, also a line per request when it has ended.
+Each is counted when it has ended; with access_log, there is a line for it too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from ropeway.server.log_context import current_request_id
 from ropeway.server.sse import Message, Receive, Send
+from ropeway.server.traffic import CLIENT_CLOSED_REQUEST, Traffic
 
 access_logger = logging.getLogger("ropeway.access")
 
@@ -31,9 +32,10 @@ def request_id_of(request: Request) -> str:
 class RequestIds:
     """ASGI middleware. An `x-request-id` that is no 1 to 128 visible ASCII characters is replaced by one drawn."""
 
-    def __init__(self, app: Any, *, has_access_log: bool) -> None:
+    def __init__(self, app: Any, *, has_access_log: bool, traffic: Traffic) -> None:
         self._app = app
         self._has_access_log = has_access_log
+        self._traffic = traffic
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,6 +59,9 @@ class RequestIds:
         try:
             await self._app(scope, receive, send_named)
         finally:
+            # Before a route was found, only a path that is one says more than that.
+            route = scope["route"].path if "route" in scope else scope["path"]
+            self._traffic.count(scope["method"], route, status or CLIENT_CLOSED_REQUEST)
             if self._has_access_log:
                 answer_id, lasted_ms = scope.get(ANSWER_ID, "-"), 1000 * (time.monotonic() - start_s)
                 path = scope["path"].encode("unicode_escape").decode()  # a line stays a line

@@ -28,9 +28,9 @@ from ropeway.server.tenants import Caller
 logger = logging.getLogger(__name__)
 
 
-def response_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -> list[Route]:
+def response_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook, sender: AnswerSender) -> list[Route]:
     """The routes under /v1/responses."""
-    service = _Responses(llm, config, book)
+    service = _Responses(llm, config, book, sender)
     return [
         Route("/v1/responses", service.create, methods=["POST"]),
         Route("/v1/responses/{response_id}", service.retrieve, methods=["GET"]),
@@ -40,11 +40,11 @@ def response_routes(llm: AsyncLLM, config: ServerConfig, book: RequestBook) -> l
 
 
 class _Responses:
-    def __init__(self, llm: AsyncLLM, config: ServerConfig, book: RequestBook) -> None:
+    def __init__(self, llm: AsyncLLM, config: ServerConfig, book: RequestBook, sender: AnswerSender) -> None:
         self._llm = llm
         self._max_body_bytes = config.max_body_bytes
         self._book = book
-        self._sender = AnswerSender(book, config.ping_s)
+        self._sender = sender
         self._store = ResponseStore()
         self._background: set[asyncio.Task[None]] = set()
 

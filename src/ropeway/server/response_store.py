@@ -21,13 +21,15 @@ MAX_STORED_BYTES = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """conversation: what was said up to the response, its instructions left out. num_bytes: 0 until it has ended."""
+    """conversation: what was said up to the response, its instructions left out. num_bytes: as JSON; the response counts
+    when it has ended.
+    """
 
     tenant: str
     live: LiveResponse
     conversation: tuple[ChatMessage, ...]
     stored_s: float
-    num_bytes: int = 0
+    num_bytes: int
 
     def continued(self) -> list[ChatMessage]:
         """The conversation with what was answered."""
@@ -43,16 +45,18 @@ class ResponseStore:
         self._num_bytes = 0
 
     def put(self, response_id: str, live: LiveResponse, conversation: Sequence[ChatMessage], caller: Caller) -> None:
-        self._stored[response_id] = StoredResponse(caller.tenant, live, tuple(conversation), self._clock())
+        num_bytes = len(orjson.dumps([message.model_dump() for message in conversation]))
+        self._stored[response_id] = StoredResponse(caller.tenant, live, tuple(conversation), self._clock(), num_bytes)
+        self._num_bytes += num_bytes
         self._forget_old()
 
     def on_ended(self, response_id: str) -> None:
         """Its size is known now."""
         stored = self._stored.get(response_id)
         if stored is not None:
-            said = [message.model_dump() for message in stored.conversation]
-            stored.num_bytes = len(orjson.dumps([stored.live.object(), said]))
-            self._num_bytes += stored.num_bytes
+            num_bytes = len(orjson.dumps(stored.live.object()))
+            stored.num_bytes += num_bytes
+            self._num_bytes += num_bytes
             self._forget_old()
 
     def find(self, response_id: str, caller: Caller) -> StoredResponse:

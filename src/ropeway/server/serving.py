@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -23,7 +24,9 @@ from ropeway.llm import AsyncLLM
 from ropeway.server.app import create_app
 from ropeway.server.batch_service import BatchService
 from ropeway.server.config import ServerConfig
+from ropeway.server.connections import BoundedConnection, ConnectionLimits
 from ropeway.server.tenants import KeyRing, load_key_file
+from ropeway.server.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,19 @@ def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_read
     on_ready: called once connections are accepted.
     """
     keys = KeyRing(config.api_keys, config.admin_api_key)
-    app = create_app(llm, config, keys)
+    traffic = Traffic()
+    limits = ConnectionLimits(
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        write_timeout_s=config.write_timeout_s,
+        max_connections=config.max_connections,
+    )
+    app = create_app(llm, config, keys, traffic)
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=functools.partial(BoundedConnection, limits=limits, traffic=traffic),  # type: ignore[arg-type]
+            ws="none",
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             log_config=None,
             access_log=False,  # RequestIds writes one that names requests

@@ -1,7 +1,8 @@
 """Answers over HTTP: server-sent events while they grow, and the watch for clients that leave. Knows no JSON.
 
 The text of a step leaves within the event loop's one wake-up for that step: a streamed token costs one bytes
-concatenation and one `send`, no task switch and no framework objects.
+concatenation and one `send`, no task switch and no framework objects. While a client's socket is full its events are
+gathered, up to a bound in bytes.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.responses import Response
 
 from ropeway.engine.output_stream import OutputStream
-from ropeway.errors import RopewayError
+from ropeway.errors import RopewayError, SlowClientError
 from ropeway.outputs import Delta
+
+logger = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -34,9 +39,9 @@ async def closed_on_disconnect(receive: Receive, stream: OutputStream) -> AsyncI
     """While inside, closes the stream as soon as the client is gone; closes it in any case at the end."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
+        while (message := await receive())["type"] != "http.disconnect":
             pass
-        stream.close()
+        stream.close(message.get("cause"))
 
     watcher = asyncio.create_task(watch())
     try:
@@ -71,52 +76,121 @@ class EventWriter(Protocol):
         ...
 
 
-class EventStreamResponse(Response):
-    """Sends events as the stream's news come; the client's leaving closes `stream`.
-
-    ping_s: until the first news it sends a ping so often, in seconds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    """ping_s: until its first news a stream gets a ping so often, in seconds. max_unread_bytes: what is gathered for a
+    client that does not read; more end its stream.
     """
 
-    def __init__(self, stream: OutputStream, writer: EventWriter, *, ping_s: float) -> None:
+    ping_s: float
+    max_unread_bytes: int
+
+
+class EventStreamResponse(Response):
+    """Sends events as the stream's news come; the client's leaving closes `stream`."""
+
+    def __init__(self, stream: OutputStream, writer: EventWriter, limits: StreamLimits) -> None:
         self.status_code = 200
         self.background = None
         self._stream = stream
         self._writer = writer
-        self._ping_s = ping_s
+        self._limits = limits
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         stream, writer = self._stream, self._writer
-        pinging: asyncio.Task[None] | None = None
+        async with closed_on_disconnect(receive, stream), Outbox(send) as outbox:
+            await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+            try:
+                outbox.put(writer.first())
+                await self._pass_on(outbox)
+                if stream.is_finished:  # otherwise it was closed: the client has left
+                    outbox.put(writer.last())
+            except RopewayError as error:
+                outbox.put(writer.failure(error))
+            await outbox.sent()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        async def ping() -> None:
-            while True:
-                await asyncio.sleep(self._ping_s)
-                await send(_body(writer.ping))
+    async def _pass_on(self, outbox: Outbox) -> None:
+        """Raises SlowClientError where too much stays unread."""
+        stream, writer, max_bytes = self._stream, self._writer, self._limits.max_unread_bytes
+        pinging: asyncio.Task[None] | None = asyncio.create_task(self._ping(outbox))
+        too_slow: SlowClientError | None = None
 
-        def write(deltas: list[Delta]) -> Awaitable[None] | None:
-            nonlocal pinging
+        def write(deltas: list[Delta]) -> None:
+            nonlocal pinging, too_slow
             if pinging is not None:
                 pinging.cancel()
                 pinging = None
-            chunk = writer.chunks(deltas)
-            return begin(send(_body(chunk))) if chunk else None
+            outbox.put(writer.chunks(deltas))
+            if outbox.num_bytes > max_bytes:
+                too_slow = SlowClientError(
+                    f"the client has left {outbox.num_bytes} bytes of its stream unread, and at most {max_bytes} are "
+                    "kept for it: the rest of the answer was aborted; read faster, or ask for less"
+                )
+                stream.close(too_slow)
 
-        async with closed_on_disconnect(receive, stream):
-            await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-            try:
-                first = writer.first()
-                if first:
-                    await send(_body(first))
-                pinging = asyncio.create_task(ping())
-                await stream.pass_on(write)
-                if stream.is_finished:  # otherwise it was closed: the client has left
-                    await send(_body(writer.last()))
-            except RopewayError as error:
-                await send(_body(writer.failure(error)))
-            finally:
-                if pinging is not None:
-                    pinging.cancel()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await stream.pass_on(write)
+        finally:
+            if pinging is not None:
+                pinging.cancel()
+        if too_slow is not None:
+            logger.warning("%s", too_slow)
+            raise too_slow
+
+    async def _ping(self, outbox: Outbox) -> None:
+        while True:
+            await asyncio.sleep(self._limits.ping_s)
+            if not outbox.num_bytes:
+                outbox.put(self._writer.ping)
+
+
+class Outbox:
+    """Sends chunks of a response's body in order: at once while the client's socket has room, else as it gets some.
+
+    num_bytes: put and not yet taken by the socket.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._waiting: list[bytes] = []
+        self._sending: asyncio.Task[None] | None = None
+        self.num_bytes = 0
+
+    async def __aenter__(self) -> Outbox:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+
+    def put(self, chunk: bytes) -> None:
+        """Sends a chunk, or keeps it until there is room; an empty one is nothing."""
+        if not chunk:
+            return
+        if self._sending is None:
+            rest = begin(self._send(_body(chunk)))
+            if rest is None:
+                return
+            self._sending = asyncio.create_task(self._send_rest(rest, len(chunk)))
+        else:
+            self._waiting.append(chunk)
+        self.num_bytes += len(chunk)
+
+    async def sent(self) -> None:
+        """Waits until the socket has taken everything. Raises what sending raised."""
+        if self._sending is not None:
+            await self._sending
+
+    async def _send_rest(self, rest: Awaitable[None], num_bytes: int) -> None:
+        await rest
+        self.num_bytes -= num_bytes
+        while self._waiting:
+            chunk = b"".join(self._waiting)
+            self._waiting.clear()
+            await self._send(_body(chunk))
+            self.num_bytes -= len(chunk)
+        self._sending = None
 
 
 def _body(chunk: bytes) -> Message:

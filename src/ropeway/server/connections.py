@@ -1,0 +1,192 @@
+"""One connection of a client: how long it may take, how much it may hold. Knows sockets and HTTP; knows no JSON bodies.
+
+A client has `header_timeout_s` from its first byte (or its connecting) to the end of its headers, which may be
+MAX_HEADER_BYTES; the time of a body is kept by `BodyDeadline`, and here only where nobody waits for it any more. A
+client that takes nothing of its answer for `write_timeout_s` while more waits is cut off, and what it asked for is
+aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from ropeway.errors import SlowClientError
+from ropeway.server.errors import error_json
+from ropeway.server.request_ids import REQUEST_ID
+from ropeway.server.traffic import Phase, Traffic
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 64 << 10
+# In a request's scope: why its client was cut off.
+CUT_OFF = "ropeway.cut_off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """header_timeout_s, write_timeout_s: see this module. body_timeout_s: for the rest of a body that nobody reads.
+    max_connections: more are answered 503 and closed.
+    """
+
+    header_timeout_s: float
+    body_timeout_s: float
+    write_timeout_s: float
+    max_connections: int
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection, with bounds. Three timers: of what is received, of what is sent, and uvicorn's own of a
+    connection that rests between two requests.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: ConnectionLimits,
+        traffic: Traffic,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._traffic = traffic
+        self._receiving: Phase | None = None
+        self._receive_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._traffic.num_connections += 1
+        if self._traffic.num_connections > self._limits.max_connections:
+            self._traffic.num_refused_connections += 1
+            self._refuse(503, "too many connections are open; try again later", "overloaded", retry_after_s=1)
+            return
+        self._begin_receiving("headers")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._traffic.num_connections -= 1
+        self._end_receiving()
+        self._stop_send_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._receiving is None and not self._is_answering:
+            self._begin_receiving("headers")
+        is_in_headers = self._receiving == "headers"
+        super().data_received(data)
+        if is_in_headers and self._receiving == "headers":
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes", "headers_too_large")
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._receiving is None:  # behind another request on the same connection
+            self._begin_receiving("headers")
+
+    def on_headers_complete(self) -> None:
+        self._begin_receiving("body")
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._end_receiving()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._send_timer is None and self.transport.get_write_buffer_size():
+            self._start_send_timer()  # nobody waits for what is left; closing would wait for ever
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._send_timer is None:
+            self._start_send_timer()
+
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def _begin_receiving(self, phase: Phase) -> None:
+        self._end_receiving()
+        self._receiving, self._num_header_bytes = phase, 0
+        limits = self._limits
+        timeout_s = limits.header_timeout_s if phase == "headers" else limits.body_timeout_s
+        # What has come while the loop was late is read before the second timer runs.
+        self._receive_timer = self.loop.call_later(timeout_s, self._on_receive_almost_late, phase)
+
+    def _end_receiving(self) -> None:
+        self._receiving = None
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
+
+    def _on_receive_almost_late(self, phase: Phase) -> None:
+        self._receive_timer = self.loop.call_later(0, self._on_receive_timeout, phase)
+
+    def _on_receive_timeout(self, phase: Phase) -> None:
+        if self.transport.is_closing():  # after an answer to what was no HTTP, which may be unread
+            self.transport.abort()
+            return
+        if self.flow.read_paused or self._is_answering:
+            # It is not the client who is late, the application keeps the time, or nothing may be said just now.
+            self._begin_receiving(phase)
+            return
+        self._end_receiving()
+        self._traffic.slow[phase] += 1
+        if phase == "headers":
+            message = f"the headers were not complete after {self._limits.header_timeout_s:g} s"
+            self._refuse(408, message, "request_timeout")
+        else:
+            self.transport.abort()
+
+    def _start_send_timer(self) -> None:
+        self._send_timer = self.loop.call_later(self._limits.write_timeout_s, self._on_send_timeout)
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _on_send_timeout(self) -> None:
+        self._send_timer = None
+        if not self.transport.get_write_buffer_size():
+            return
+        self._traffic.slow["answer"] += 1
+        error = SlowClientError(
+            f"the client has not read its answer for {self._limits.write_timeout_s:g} s: the connection is closed, and "
+            "what it asked for aborted"
+        )
+        scope = cast(dict[str, Any], self.cycle.scope)
+        scope[CUT_OFF] = error
+        logger.warning("request %s: %s", scope.get(REQUEST_ID, "-"), error)
+        self.transport.abort()
+
+    def _refuse(self, status: int, message: str, code: str, retry_after_s: int | None = None) -> None:
+        """An answer without a request, and the end of the connection."""
+        self._end_receiving()
+        if self._is_answering:
+            self.transport.abort()  # it would be in the middle of another answer
+            return
+        body = error_json(message, "invalid_request_error" if status < 500 else "server_error", None, code)
+        lines = [STATUS_LINE[status], b"content-type: application/json\r\nconnection: close\r\n"]
+        if retry_after_s is not None:
+            lines.append(b"retry-after: %d\r\n" % retry_after_s)
+        self.transport.write(b"".join([*lines, b"content-length: %d\r\n\r\n" % len(body), body]))
+        self.transport.close()
+        self._start_send_timer()
