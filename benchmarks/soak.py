@@ -166,6 +166,7 @@ async def perform(document: dict[str, Any], process_id: int, port: int, keys: Ke
     rng = random.Random(options["seed"])
     chaos = Chaos(port, keys, rng)
     soak = Soak(chaos, keys, process_id, options["duration_s"], rng)
+    chaos.ledger.begin(await chaos.metrics())
     start_s = time.monotonic()
     await soak.warm_up(options["warm_up_requests"], options["warm_up_responses"])
     document["warm_up_s"] = time.monotonic() - start_s

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-_LINE = re.compile(r"^ropeway:(\w+?)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_LINE = re.compile(r'^ropeway:(\w+)(?:\{((?:[^"}]|"[^"]*")*)\})? (\S+)$', re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -37,6 +37,11 @@ class Ledger:
         self.num_refused = 0
         self.slow: Counter[str] = Counter()
         self.faults: list[str] = []  # answers that are wrong in themselves
+
+    def begin(self, text: str) -> None:
+        """What the server has served before this client."""
+        for labels, value in read_samples(text).get("http_requests_total", []):
+            self.seen[labels["method"], labels["path"], int(labels["status"])] += int(value)
 
     @property
     def num_requests(self) -> int:

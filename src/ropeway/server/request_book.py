@@ -173,10 +173,10 @@ class RequestBook:
 def _state(record: AnswerRecord, progress: Sequence[SequenceProgress]) -> AnswerState:
     if record.end_s is not None or not progress:
         reports = record.reports.values()
+        if any("abort" in report.finish_reasons for report in reports):
+            return "aborted"  # its error, if there is one, tells why
         if any(report.error is not None or "error" in report.finish_reasons for report in reports):
             return "failed"
-        if any("abort" in report.finish_reasons for report in reports):
-            return "aborted"
         return "finished" if record.end_s is not None else "waiting"  # on its way to the engine
     states = {each.state for each in progress}
     for state in ("running", "preempted"):
