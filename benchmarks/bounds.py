@@ -65,7 +65,7 @@ def served(directory: Path, *flags: str) -> Iterator[tuple[int, int]]:
     if not model.exists():
         write_random_gguf(model, RandomModel())
     port = free_port()
-    command = [sys.executable, "-m", "ropeway", "serve", model, "--port", str(port), *flags]
+    command = [sys.executable, "-m", "ropeway", "serve", model, "--port", str(port), "--no-batches", *flags]
     with running_server(command, port, directory / "server.log", 120) as process_id:
         yield port, process_id
 

@@ -184,7 +184,7 @@ def main() -> int:
     document, path = open_document(args.resume, "side-effects", options | {"model": args.model}, "rounds")
     port, log_path = free_port(), ROOT / "build" / "side-effects.log"
     log_path.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "ropeway", "serve", str(model), "--port", str(port)]
+    command = [sys.executable, "-m", "ropeway", "serve", str(model), "--port", str(port), "--no-batches"]
     with running_server(command, port, log_path, START_TIMEOUT_S):
         asyncio.run(run_rounds(port, document, path, args))
     is_good = bool(document["rounds"]) and show(document["rounds"])

@@ -40,7 +40,7 @@ WARM_UP_RESPONSES = 1050
 FLAGS = (
     "--max-num-seqs", "16", "--num-kv-blocks", "256", "--max-num-queued-reqs", "48", "--max-num-batched-tokens", "256",
     "--header-timeout", "3", "--body-timeout", "3", "--write-timeout", "4", "--max-unread-size", "128K",
-    "--max-body-size", str(MAX_BODY_BYTES), "--admin-api-key", ADMIN_KEY, "--served-model-name", "tiny",
+    "--max-body-size", str(MAX_BODY_BYTES), "--admin-api-key", ADMIN_KEY, "--served-model-name", "tiny", "--no-batches",
 )  # fmt: skip
 
 

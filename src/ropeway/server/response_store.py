@@ -21,8 +21,8 @@ MAX_STORED_BYTES = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """conversation: what was said up to the response, its instructions left out. num_bytes: as JSON; the response counts
-    when it has ended.
+    """conversation: what was said up to the response, its instructions left out. num_bytes: of all that as JSON; the
+    response itself counts when it has ended.
     """
 
     tenant: str

@@ -92,7 +92,7 @@ def lark_grammar(grammar: str) -> str:
 
 @contextmanager
 def _panics_refused() -> Iterator[None]:
-    """A panic of the parser, for which some malformed schemas suffice, is the caller's mistake, not the server's end."""
+    """A panic of the parser, for which some malformed schemas suffice, is the caller's mistake, not the end of all."""
     try:
         yield
     except BaseException as error:  # a panic is no Exception, and its class has no name to import
