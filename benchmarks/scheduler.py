@@ -12,7 +12,9 @@ by a new request; so the figures hold the cost of admission, chunked prefill, ha
 natural rates. No prompt is ever found in the cache. `ample` memory holds everybody's max_tokens; `tight` memory is what
 the asked number of sequences fills on average, with places for twice as many, and long answers come in waves:
 `optimistic` preempts again and again, and `predictive` looks ahead. Percentiles are over steps; commit includes making
-every event. Processor time of the thread, so that other processes only count through the caches they share.
+every event. Processor time of the thread, so that other processes only count through the caches and the core they
+share; how much they do is told by `loop ns`, what one pass of a small loop took beside the steps: the same everywhere
+on a quiet machine. `least` is the least of the steps' costs.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of one step, over `num_steps` of them. num_running and num_waiting are on average."""
+    """Microseconds of one step, over `num_steps` of them. num_running and num_waiting are on average.
+
+    loop_ns: see above.
+    """
 
     policy: str
     admission: str
@@ -65,10 +70,12 @@ class Cost:
     num_waiting: int
     num_steps: int
     num_preemptions: int
+    least_us: float
     mean_us: float
     p50_us: float
     p99_us: float
     target_us: float
+    loop_ns: float
 
 
 class Load:
@@ -160,9 +167,10 @@ def measure(case: Case, num_steps: int) -> Cost:
     for _ in range(MAX_TOKENS):
         load.step()
     before, num_running = load.scheduler.stats(), 0
-    costs_us, num_waiting = [], 0
+    costs_us, loops_ns, num_waiting = [], [], 0
     for _ in range(num_steps):
         costs_us.append(1e6 * load.step())
+        loops_ns.append(loop_ns())
         stats = load.scheduler.stats()
         num_running += stats.num_running
         num_waiting += stats.num_waiting + stats.num_preempted
@@ -176,11 +184,21 @@ def measure(case: Case, num_steps: int) -> Cost:
         num_waiting=num_waiting,
         num_steps=num_steps,
         num_preemptions=stats.num_preemptions - before.num_preemptions,
+        least_us=round(costs_us[0], 1),
         mean_us=round(statistics.fmean(costs_us), 1),
         p50_us=round(costs_us[len(costs_us) // 2], 1),
         p99_us=round(costs_us[len(costs_us) * 99 // 100], 1),
         target_us=50 + 3 * num_running,
+        loop_ns=round(statistics.fmean(loops_ns), 1),
     )
+
+
+def loop_ns() -> float:
+    """Nanoseconds of processor time of one pass of a loop that adds."""
+    total, start_s = 0, time.thread_time()
+    for i in range(500):
+        total += i & 7
+    return 1e9 * (time.thread_time() - start_s) / 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,14 +280,18 @@ def cases() -> list[Case]:
 
 def show_steps(num_steps: int) -> list[dict[str, object]]:
     """Measure the steps of every case; rows for the JSON."""
-    print("  policy   admission memory  running  waiting  preempt.   mean us    p50 us    p99 us   target")
+    print(
+        "  policy   admission memory  running  waiting  preempt.  least us   mean us    p50 us    p99 us   target "
+        " loop ns"
+    )
     rows = []
     for case in cases():
         cost = measure(case, max(200, num_steps // max(1, case.num_running // 32)))
         rows.append(asdict(cost))
         print(
             f"{cost.policy:>8} {cost.admission:>11} {cost.memory:>6} {cost.num_running:>8} {cost.num_waiting:>8} "
-            f"{cost.num_preemptions:>9} {cost.mean_us:>9} {cost.p50_us:>9} {cost.p99_us:>9} {cost.target_us:>8.0f}",
+            f"{cost.num_preemptions:>9} {cost.least_us:>9} {cost.mean_us:>9} {cost.p50_us:>9} {cost.p99_us:>9} "
+            f"{cost.target_us:>8.0f} {cost.loop_ns:>8}",
             flush=True,
         )
     return rows

@@ -6,6 +6,7 @@ prefix cache knows is free, and is evicted in here when it is granted.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
@@ -204,7 +205,7 @@ class KVManager:
         last_token_id = tail.pop()
         block, block_hash = len(hashes), self._hasher.next_hash(sequence.request, hashes[-1] if hashes else None, tail)
         hashes.append(block_hash)
-        sequence.tail_token_ids = [last_token_id]
+        sequence.tail_token_ids = array("i", (last_token_id,))
         sequence.num_tokens_to_seal += block_size
         assert sequence.num_published_blocks == block, "one that decodes has offered what it prefilled"
         for pool, table in zip(self._pools, sequence.block_ids, strict=True):
@@ -269,7 +270,8 @@ class KVManager:
         if self._hashed is None or self._hashed[0] is not request:
             self._hashed = (request, hasher.prompt_hashes(request))
         sequence.block_hashes = list(self._hashed[1])
-        sequence.tail_token_ids = list(request.prompt_token_ids[len(sequence.block_hashes) * self._block_size :])
+        tail = request.prompt_token_ids[len(sequence.block_hashes) * self._block_size :]
+        sequence.tail_token_ids = array("i", tail)
         sequence.num_tokens_to_seal = (len(sequence.block_hashes) + 1) * self._block_size + 1
 
     def _set_frontier(self, sequence: TokenSequence) -> None:

@@ -47,6 +47,7 @@ class PredictiveAdmission:
         self._caution = 0.0
         self._outlook: _Outlook | None = None
         self._outlook_age = 0  # steps
+        self._refused: tuple[int, int, int, float] | None = None  # what was asked of this outlook last, in vain
 
     def num_slots(self, sequence: Sequence) -> int:
         return sequence.num_tokens
@@ -66,11 +67,16 @@ class PredictiveAdmission:
             return True
         if self._outlook is None:
             self._outlook, self._outlook_age = self._look_ahead(kv), 0
-        deviations = DEVIATIONS + self._caution
-        return (
-            self._outlook.peak_with(self._share_of(sequence), sequence, deviations, self._outlook_age)
-            <= num_pool_tokens
-        )
+            self._refused = None
+        first, deviations = bisect_left(HORIZONS, self._outlook_age), DEVIATIONS + self._caution
+        question = (sequence.sequence_id, sequence.num_tokens, first, deviations)
+        if question == self._refused:
+            return False
+        peak = self._outlook.peak_with(self._share_of(sequence), sequence, deviations, first)
+        if peak <= num_pool_tokens:
+            return True
+        self._refused = question
+        return False
 
     def on_boarded(self, sequence: Sequence) -> None:
         self._running[sequence.sequence_id] = _Prospect(sequence)
@@ -78,6 +84,7 @@ class PredictiveAdmission:
         self._num_reserved_tokens += sequence.max_num_tokens
         if self._outlook is not None:
             self._outlook.add(self._share_of(sequence), sequence)
+            self._refused = None
 
     def on_preempted(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -209,14 +216,14 @@ class _Outlook:
         num_tokens = sequence.num_tokens
         self.add_group(shares, {self._cap(sequence): [1, num_tokens, num_tokens * num_tokens]})
 
-    def peak_with(self, shares: tuple[float, ...] | None, sequence: Sequence, deviations: float, age: int) -> float:
+    def peak_with(self, shares: tuple[float, ...] | None, sequence: Sequence, deviations: float, first: int) -> float:
         """The most memory, over the horizons ahead, that is expected with one more, and `deviations` above it.
 
-        age: steps since it was made. The newcomer's own horizons count from now, which makes next to no difference.
+        first: the first of them. The newcomer's own horizons count from now, which makes next to no difference.
         """
         peak, now, cap = 0.0, sequence.num_tokens + self._waste, self._cap(sequence)
         num_expected = min(cap + 1, NUM_HORIZONS if shares is None else len(shares))
-        for i in range(bisect_left(HORIZONS, age), NUM_HORIZONS):
+        for i in range(first, NUM_HORIZONS):
             expected, variance = self._expected[i], self._variance[i]
             if i < num_expected:
                 share, then = 1.0 if shares is None else shares[i], now + HORIZONS[i]

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from struct import Struct, pack
+from struct import pack
 
 from ropeway.core.params import Request
 
@@ -23,7 +23,6 @@ class BlockHasher:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._pack_block = Struct(f"{block_size}i").pack
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
         """One hash per full block of the prompt."""
@@ -38,7 +37,9 @@ class BlockHasher:
 
     def next_hash(self, request: Request, parent: bytes | None, token_ids: Sequence[int]) -> bytes:
         """The hash of a full block after that with the hash `parent`, or of a first block."""
-        return blake2b((parent or self._root(request)) + self._pack_block(*token_ids), digest_size=HASH_BYTES).digest()
+        return blake2b(
+            (parent or self._root(request)) + array("i", token_ids).tobytes(), digest_size=HASH_BYTES
+        ).digest()
 
     def _root(self, request: Request) -> bytes:
         terms = request.terms

@@ -6,6 +6,7 @@ Only the scheduler and its KV manager change a sequence.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -68,7 +69,8 @@ class Sequence:
     num_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
     num_tokens_to_attend: int = field(init=False, default=0)
-    tail_token_ids: list[int] = field(init=False, default_factory=list)
+    # Not a list: that holds objects from all over the memory, which cost a miss each when they are hashed.
+    tail_token_ids: array[int] = field(init=False, default_factory=lambda: array("i"))
     num_cached_tokens: int = field(init=False, default=0)
     rank: tuple[float, int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
