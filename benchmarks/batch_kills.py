@@ -209,8 +209,8 @@ def answers(client: httpx.Client) -> dict[str, Any]:
     for batch in batches(client):
         if batch["status"] != "completed" or batch["error_file_id"] is not None:
             raise RuntimeError(f"a batch has not ended well: {batch}")
-        text = client.get(f"/v1/files/{batch['output_file_id']}/content").raise_for_status().text
-        for line in map(json.loads, text.splitlines()):
+        content = client.get(f"/v1/files/{batch['output_file_id']}/content").raise_for_status().content
+        for line in map(json.loads, content.splitlines()):
             num_lines += 1
             choices = line["response"]["body"]["choices"]
             found[line["custom_id"]] = [

@@ -42,7 +42,8 @@ class JournalThread:
     async def run(self, operation: Operation[T]) -> T:
         """The operation's result, once it is on disk. Raises BatchStoreError where it is not.
 
-        An operation refuses with a RopewayError before it has changed anything; the others of its group go on.
+        An operation refuses with a RopewayError before it has changed anything; the others of its group go on. Where
+        a group fails, each of its operations is done again alone.
         """
         return await asyncio.wrap_future(self.submit(operation))
 
@@ -73,6 +74,7 @@ class JournalThread:
 
     def _commit(self, group: list[tuple[Operation[Any], Future[Any]]]) -> None:
         settled: list[tuple[Future[Any], Any, RopewayError | None]] = []
+        self.num_commits += 1
         try:
             with self._journal.transaction():
                 for operation, future in group:
@@ -80,15 +82,12 @@ class JournalThread:
                         settled.append((future, operation(self._journal), None))
                     except RopewayError as refusal:
                         settled.append((future, None, refusal))
-            self._journal.give_back_space()
-        except (sqlite3.Error, OSError) as error:
-            reason = BatchStoreError(f"the journal of batches cannot be written: {error}; is its disk full?")
-            settled = [(future, None, reason) for _, future in group]
         except Exception as error:
-            logger.exception("an operation on the journal failed")
-            reason = BatchStoreError(f"internal error: {error!r}; see the server's log")
-            settled = [(future, None, reason) for _, future in group]
-        self.num_commits += 1
+            if len(group) > 1:  # nothing of it has happened; each for itself, so that one harms no other
+                for each in group:
+                    self._commit([each])
+                return
+            settled = [(group[0][1], None, _reason(error))]
         self.num_operations += len(group)
         for future, result, failure in settled:
             if not future.set_running_or_notify_cancel():
@@ -97,3 +96,14 @@ class JournalThread:
                 future.set_result(result)
             else:
                 future.set_exception(failure)
+        try:
+            self._journal.give_back_space()
+        except sqlite3.Error as error:  # what was committed stays so
+            logger.warning("the journal of batches keeps the room of what was deleted: %s", error)
+
+
+def _reason(error: Exception) -> BatchStoreError:
+    if isinstance(error, sqlite3.Error | OSError):
+        return BatchStoreError(f"the journal of batches cannot be written: {error}; is its disk full?")
+    logger.error("an operation on the journal failed", exc_info=error)
+    return BatchStoreError(f"internal error: {error!r}; see the server's log")

@@ -22,6 +22,13 @@ _NEVER_RAN = {
     "cancelled": ("batch_cancelled", "This request was not answered before the batch was cancelled."),
 }
 
+# What ends a line for some readers though it may stand in JSON as it is: str.splitlines is widely used on these files.
+_LINE_ENDS = (
+    (b"\xc2\x85", b"\\u0085"),
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
@@ -54,11 +61,18 @@ def write_results(journal_path: Path, batch: int, status: str, output_path: Path
 
 
 def result_line(batch: int, number: int, custom_id: str, answer: LineAnswer | None, status: str) -> bytes:
-    """One line, with its end. status: of the batch, which says why there is no answer."""
+    """One line, with its end, and without another. status: of the batch, which says why there is no answer."""
+    line = _json(batch, number, custom_id, answer, status)
+    for character, escaped in _LINE_ENDS:
+        line = line.replace(character, escaped)
+    return line + b"\n"
+
+
+def _json(batch: int, number: int, custom_id: str, answer: LineAnswer | None, status: str) -> bytes:
     head = orjson.dumps({"id": f"batch_req_{batch}_{number}", "custom_id": custom_id})[:-1]
     if answer is None:
         code, message = _NEVER_RAN[status]
         error = orjson.dumps({"code": code, "message": message})
-        return head + b',"response":null,"error":' + error + b"}\n"
+        return head + b',"response":null,"error":' + error + b"}"
     response = orjson.dumps({"status_code": answer.status_code, "request_id": answer.request_id})[:-1]
-    return head + b',"response":' + response + b',"body":' + answer.body + b'},"error":null}\n'
+    return head + b',"response":' + response + b',"body":' + answer.body + b'},"error":null}'

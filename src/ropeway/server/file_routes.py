@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from ropeway.batch.journal import Journal
 from ropeway.batch.records import FileRecord, Page
-from ropeway.errors import InvalidRequestError
+from ropeway.errors import BatchStoreError, InvalidRequestError
 from ropeway.server.access import caller_of
 from ropeway.server.batch_service import BatchService
 from ropeway.server.config import ServerConfig
@@ -61,7 +61,10 @@ class _Files:
                     f"{num_files} files with {stored_bytes} bytes are stored, of {self._max_stored_bytes} that may be "
                     "(--max-batch-storage); delete some"
                 )
-            num_bytes = await asyncio.to_thread(store.directory.store, file_id, upload.file.file)
+            try:
+                num_bytes = await asyncio.to_thread(store.directory.store, file_id, upload.file.file)
+            except OSError as error:
+                raise BatchStoreError(f"the file cannot be stored: {error.strerror}") from None
             now_s = int(self._service.clock())
             record = FileRecord(
                 file_id=file_id,
@@ -72,7 +75,11 @@ class _Files:
                 created_s=now_s,
                 expires_s=now_s + lifetime_s,
             )
-        await store.journal.run(lambda journal: journal.add_file(record))
+        try:
+            await store.journal.run(lambda journal: journal.add_file(record))
+        except BatchStoreError:
+            await asyncio.to_thread(store.directory.remove, file_id)
+            raise
         return json_response(file_object(record))
 
     async def list(self, request: Request) -> Response:
@@ -90,7 +97,12 @@ class _Files:
     async def content(self, request: Request) -> Response:
         store = await self._service.store()
         record = await self._find(request)
-        return FileResponse(store.directory.file_path(record.file_id), media_type="application/octet-stream")
+        path = store.directory.file_path(record.file_id)
+        if not await asyncio.to_thread(path.exists):
+            raise UnknownRequestError(
+                f"the content of {record.file_id} is gone: somebody has removed it from its place"
+            )
+        return FileResponse(path, media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> Response:
         store = await self._service.store()

@@ -10,7 +10,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from ropeway.errors import InvalidRequestError
+from ropeway.errors import BatchStoreError, InvalidRequestError
 from ropeway.server.errors import BodyTooLargeError
 from ropeway.server.reading import DRAIN_RATIO
 
@@ -39,6 +39,8 @@ async def read_upload(request: Request, max_bytes: int) -> AsyncIterator[Upload]
     parser = MultiPartParser(request.headers, stream, max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES)
     try:
         form = await parser.parse()
+    except OSError as error:
+        raise BatchStoreError(f"the upload cannot be kept: {error.strerror}") from None
     except (MultiPartException, KeyError, UnicodeError, LookupError) as error:
         raise InvalidRequestError(f"the form cannot be read: {getattr(error, 'message', None) or error!r}") from None
     try:
