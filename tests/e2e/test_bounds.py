@@ -30,6 +30,10 @@ def server(tiny_model_path: Path) -> Iterator[RunningServer]:
         yield running
 
 
+def get(server: RunningServer, path: str) -> httpx.Response:
+    return httpx.get(f"{server.url}{path}", timeout=60)
+
+
 def connect(server: RunningServer, window_bytes: int | None = None) -> socket.socket:
     parts = urlsplit(server.url)
     client = socket.socket()
@@ -59,7 +63,7 @@ def is_served(server: RunningServer) -> bool:
 
 
 def slow_clients(server: RunningServer, phase: str) -> int:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = get(server, "/metrics").text.splitlines()
     return sum(int(float(line.split()[-1])) for line in lines if "slow_clients_total" in line and phase in line)
 
 
@@ -131,19 +135,22 @@ def test_a_reader_that_stops_is_cut_off_and_told_why(server: RunningServer) -> N
     with connect(server, window_bytes=2048) as slow:
         slow.sendall(post("/v1/completions", WORDY, "x-request-id: stopped"))
         assert is_served(server)
-        status = f"{server.url}/v1/requests/stopped"
-        wait_until(lambda: httpx.get(status).json()["state"] == "aborted", 60)
-        assert "unread" in httpx.get(status).json()["error"]
+        wait_until(lambda: get(server, "/v1/requests/stopped").json()["state"] == "aborted", 60)
+        assert "unread" in get(server, "/v1/requests/stopped").json()["error"]
         wait_until(lambda: slow_clients(server, "answer") == before + 1, 60)
         wait_until(lambda: server.metric("num_requests_running") == 0, 60)
         assert server.metric("kv_cache_usage_perc") == 0
     assert "stopped" in server.log() and "has not read its answer for 3 s" in server.log()
 
 
-def test_who_reads_on_after_too_much_was_left_unread_gets_an_error(server: RunningServer) -> None:
-    with connect(server, window_bytes=2048) as slow:
+def test_who_reads_on_after_too_much_was_left_unread_gets_an_error(tiny_model_path: Path) -> None:
+    flags = ("--backend", "native", "--max-unread-size", "96K")
+    with (
+        RunningServer(tiny_model_path, *ENGINE_FLAGS, *flags) as server,
+        connect(server, window_bytes=2048) as slow,
+    ):
         slow.sendall(post("/v1/completions", WORDY, "x-request-id: late"))
-        wait_until(lambda: httpx.get(f"{server.url}/v1/requests/late").json().get("state") == "aborted", 60)
+        wait_until(lambda: get(server, "/v1/requests/late").json().get("state") == "aborted", 60)
         slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         data = read_all(slow)
     assert b'"code":"request_timeout"' in data and b"[DONE]" not in data
@@ -169,7 +176,7 @@ def test_connections_beyond_the_most_are_refused(tiny_model_path: Path) -> None:
             answer = read_all(refused)
         assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer and b'"overloaded"' in answer
         clients.pop().close()
-        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        wait_until(lambda: get(server, "/health").status_code == 200)
         assert server.metric("connections_refused_total") >= 1
         for client in clients:
             client.close()
