@@ -25,8 +25,7 @@ from ropeway.catalog import DEFAULT_MODEL
 from ropeway.core.decision_log import CommitRecord, DecisionLog
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
-from ropeway.sim.cost_model import CostModel
-from ropeway.sim.recorded_steps import fit_to, recorded_steps
+from ropeway.sim.recorded_steps import FittedMachine, fit_to, recorded_steps
 from ropeway.sim.replay import Replay
 from ropeway.sim.simulator import Arrival, FollowUp, Passage, simulate
 
@@ -78,23 +77,30 @@ Drive = Callable[[World], dict[str, Any]]
 class ServedRun:
     """What a load on a server left behind. figures: of its clients. stats: of its scheduler, from the replayed log.
 
-    turnaround_s: from the commit of an answer's last token until its client knew, and as long again for its next
-    request: in the middle.
+    start_s: when the load began, on the machine's clock. turnaround_s: from the commit of an answer's last token until
+    its client knew, and as long again for its next request: in the middle.
     """
 
     figures: dict[str, Any]
     recipe: SchedulerRecipe
     log: bytes
     stats: EngineStats
-    cost: CostModel
-    noise: float
+    machine: FittedMachine
+    start_s: float
     turnaround_s: float
 
     def repeat(self, drive: Drive) -> tuple[dict[str, Any], EngineStats]:
         """The same load in virtual time: the median of each figure over runs with other noise, and the last stats."""
         runs = []
         for seed in range(NUM_VIRTUAL_RUNS):
-            world = simulate(self.recipe.make(), self.cost, noise=self.noise, seed=seed, turnaround_s=self.turnaround_s)
+            world = simulate(
+                self.recipe.make(),
+                self.machine.cost,
+                noise=self.machine.noise,
+                seed=seed,
+                turnaround_s=self.turnaround_s,
+                slowness=lambda now_s: self.machine.slowness_at(self.start_s + now_s),
+            )
             runs.append(drive(world))
         return {name: statistics.median(run[name] for run in runs) for name in runs[0]}, world.engine.stats()
 
@@ -115,9 +121,9 @@ def serve(
         data = log_path.read_bytes()
     served = SchedulerRecipe.from_values(DecisionLog(data).header)
     _check_recipe(recipe, served)
-    steps = recorded_steps(DecisionLog(data))
-    cost, noise = fit_to(steps)
-    return ServedRun(figures, served, data, replayed_stats(data), cost, noise, _turnaround_s(data, world))
+    machine = fit_to(recorded_steps(DecisionLog(data)))
+    stats = replayed_stats(data)
+    return ServedRun(figures, served, data, stats, machine, world.start_s, _turnaround_s(data, world))
 
 
 def compare(
@@ -132,10 +138,10 @@ def compare(
 def compared(run: ServedRun, drive: Drive, figures: Sequence[str], document: dict[str, Any]) -> list[dict[str, Any]]:
     """Puts both sides into the document and prints them; the verdicts."""
     virtual, stats = run.repeat(drive)
-    document["fitted"] = {"cost": asdict(run.cost), "noise": run.noise, "turnaround_s": run.turnaround_s}
+    document["fitted"] = {"machine": asdict(run.machine), "start_s": run.start_s, "turnaround_s": run.turnaround_s}
     document["real"] = {**run.figures, **counters(run.stats)}
     document["virtual"] = {**virtual, **counters(stats)}
-    print(f"{run.cost}  noise {run.noise:.3f}  turnaround {run.turnaround_s * 1e3:.1f} ms")
+    print(f"{run.machine}\nturnaround {run.turnaround_s * 1e3:.1f} ms")
     for name, value in document["real"].items():
         print(f"{name:<24} real {value:>10.4g}   virtual {document['virtual'][name]:>10.4g}")
     return [

@@ -54,7 +54,7 @@ def test_a_load_on_a_server_ends_as_scripted_and_its_log_replays(tiny_model_path
     assert run.figures["num_left"] == 1 and run.figures["are_times_in_order"]
     assert run.stats.num_finished["abort"] == 1  # counted as the scheduler replayed from the server's log
     assert run.recipe.max_num_seqs == 4 and run.recipe.step_fixed_s > 0  # calibrated by the server itself
-    assert run.noise > 0 and 0 < run.turnaround_s < 5
+    assert run.machine.noise > 0 and 0 < run.turnaround_s < 5
 
 
 def test_a_server_that_would_schedule_otherwise_is_refused(tiny_model_path: Path) -> None:

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ropeway.core.decision_log import CommitRecord, DecisionLog, PlanRecord
+from ropeway.errors import ConfigError
 from ropeway.sim.cost_model import CostModel, StepShape
+
+WINDOW_S = 5.0  # within which a machine's speed hardly changes
+MIN_STEPS_OF_WINDOW = 8
+_NUM_TURNS = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,60 @@ def _step(record: PlanRecord, end_s: float, following: PlanRecord | None) -> Rec
     return RecordedStep(StepShape.of(plan), record.now_s, end_s - record.now_s, period_s)
 
 
-def fit_to(steps: Sequence[RecordedStep]) -> tuple[CostModel, float]:
-    """The machine behind recorded steps, and its noise: the deviation of the logarithm of a period from its cost.
+@dataclass(frozen=True, slots=True)
+class FittedMachine:
+    """The machine behind recorded steps.
+
+    noise: standard deviation of the logarithm of a step's time around its cost. slowness: of the machine in each window
+    of WINDOW_S from start_s on, relative to its cost; a shared machine is now faster, now slower.
+    """
+
+    cost: CostModel
+    noise: float
+    slowness: tuple[float, ...]
+    start_s: float
+
+    def slowness_at(self, time_s: float) -> float:
+        """At so many seconds; before and after the record it is that at its ends."""
+        return self.slowness[_window(time_s - self.start_s, len(self.slowness))]
+
+
+def fit_to(steps: Sequence[RecordedStep]) -> FittedMachine:
+    """Costs and slowness in turns, each fitted to what the other leaves unexplained.
+
+    A scheduler that paces by time makes smaller steps while the machine is slow, so all steps take alike, and costs
+    fitted without the slowness would say that tokens are free.
 
     Raises ConfigError for fewer than 6 steps that others went on from.
     """
-    shapes = [step.shape for step in steps if step.period_s is not None]
-    periods_s = [step.period_s for step in steps if step.period_s is not None]
-    cost = CostModel.fit(shapes, periods_s)
-    errors = [math.log(seconds / cost.step_s(shape)) for shape, seconds in zip(shapes, periods_s, strict=True)]
-    return cost, statistics.pstdev(errors)
+    timed = [(step.shape, step.begin_s, step.period_s) for step in steps if step.period_s is not None]
+    if not timed:
+        raise ConfigError("no step was followed by another that went on with it: there is nothing to fit")
+    start_s, num_windows = timed[0][1], 1 + int((timed[-1][1] - timed[0][1]) / WINDOW_S)
+    windows = [_window(begin_s - start_s, num_windows) for _, begin_s, _ in timed]
+    shapes = [shape for shape, _, _ in timed]
+    slowness = [1.0] * num_windows
+    for _ in range(_NUM_TURNS):
+        cost = CostModel.fit(
+            shapes, [period_s / slowness[w] for (_, _, period_s), w in zip(timed, windows, strict=True)]
+        )
+        ratios = [period_s / cost.step_s(shape) for shape, _, period_s in timed]
+        slowness = _medians(ratios, windows, num_windows)
+    errors = [math.log(ratio / slowness[window]) for ratio, window in zip(ratios, windows, strict=True)]
+    return FittedMachine(cost, statistics.pstdev(errors), tuple(slowness), start_s)
+
+
+def _window(elapsed_s: float, num_windows: int) -> int:
+    return min(max(0, int(elapsed_s / WINDOW_S)), num_windows - 1)
+
+
+def _medians(ratios: Sequence[float], windows: Sequence[int], num_windows: int) -> list[float]:
+    """Of each window; one with too few steps has that of the window before."""
+    members: list[list[float]] = [[] for _ in range(num_windows)]
+    for ratio, window in zip(ratios, windows, strict=True):
+        members[window].append(ratio)
+    medians, last = [], 1.0
+    for ratios_then in members:
+        last = statistics.median(ratios_then) if len(ratios_then) >= MIN_STEPS_OF_WINDOW else last
+        medians.append(last)
+    return medians

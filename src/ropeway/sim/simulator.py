@@ -86,16 +86,25 @@ class AnswerLengths:
 class ScriptedRunner:
     """A `StepRunner` that computes nothing: a step advances the clock by its cost, answers end at their length.
 
-    noise: standard deviation of the logarithm of a step's time around its cost, drawn from `seed`.
+    noise: standard deviation of the logarithm of a step's time around its cost, drawn from `seed`. slowness: by which
+    that is multiplied, at the time of the step.
     """
 
     def __init__(
-        self, clock: VirtualClock, cost: CostModel, lengths: AnswerLengths, *, noise: float = 0.0, seed: int = 0
+        self,
+        clock: VirtualClock,
+        cost: CostModel,
+        lengths: AnswerLengths,
+        *,
+        noise: float = 0.0,
+        seed: int = 0,
+        slowness: Callable[[float], float] | None = None,
     ) -> None:
         self._clock = clock
         self._cost = cost
         self._lengths = lengths
         self._noise = noise
+        self._slowness = slowness
         self._random = random.Random(seed)
         self._result: StepResult | None = None
 
@@ -107,6 +116,8 @@ class ScriptedRunner:
         step_s = self._cost.step_s(StepShape.of(plan))
         if self._noise:
             step_s *= self._random.lognormvariate(0.0, self._noise)
+        if self._slowness is not None:
+            step_s *= self._slowness(self._clock.now_s)
         self._clock.now_s += step_s
         sampled_ids = tuple(compress(plan.sequence_ids, plan.is_sampled))
         self._result = StepResult(plan.step_id, sampled_ids, self._lengths.token_ids(plan))
@@ -316,10 +327,12 @@ def simulate(
     seed: int = 0,
     keeps_token_times: bool = False,
     turnaround_s: float = 0.0,
+    slowness: Callable[[float], float] | None = None,
 ) -> Simulation:
     """A simulation of this scheduler on a machine of this cost, at time 0."""
     clock, lengths = VirtualClock(), AnswerLengths()
-    engine = Engine(scheduler, ScriptedRunner(clock, cost, lengths, noise=noise, seed=seed), clock)
+    runner = ScriptedRunner(clock, cost, lengths, noise=noise, seed=seed, slowness=slowness)
+    engine = Engine(scheduler, runner, clock)
     return Simulation(engine, lengths, clock, keeps_token_times=keeps_token_times, turnaround_s=turnaround_s)
 
 
