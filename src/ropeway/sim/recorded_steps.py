@@ -16,7 +16,7 @@ from ropeway.sim.cost_model import CostModel, StepShape
 
 WINDOW_S = 5.0  # within which a machine's speed hardly changes
 MIN_STEPS_OF_WINDOW = 8
-_NUM_TURNS = 25
+_NUM_TURNS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,12 @@ def fit_to(steps: Sequence[RecordedStep]) -> FittedMachine:
         cost = CostModel.fit(
             shapes, [period_s / slowness[w] for (_, _, period_s), w in zip(timed, windows, strict=True)]
         )
-        ratios = [period_s / cost.step_s(shape) for shape, _, period_s in timed]
-        slowness = _medians(ratios, windows, num_windows)
-    errors = [math.log(ratio / slowness[window]) for ratio, window in zip(ratios, windows, strict=True)]
+        costs_s = [cost.step_s(shape) for shape in shapes]
+        slowness = _slowness([period_s for _, _, period_s in timed], costs_s, windows, num_windows)
+    errors = [
+        math.log(period_s / (cost_s * slowness[window]))
+        for (_, _, period_s), cost_s, window in zip(timed, costs_s, windows, strict=True)
+    ]
     return FittedMachine(cost, statistics.pstdev(errors), tuple(slowness), start_s)
 
 
@@ -106,13 +109,20 @@ def _window(elapsed_s: float, num_windows: int) -> int:
     return min(max(0, int(elapsed_s / WINDOW_S)), num_windows - 1)
 
 
-def _medians(ratios: Sequence[float], windows: Sequence[int], num_windows: int) -> list[float]:
-    """Of each window; one with too few steps has that of the window before."""
-    members: list[list[float]] = [[] for _ in range(num_windows)]
-    for ratio, window in zip(ratios, windows, strict=True):
-        members[window].append(ratio)
-    medians, last = [], 1.0
-    for ratios_then in members:
-        last = statistics.median(ratios_then) if len(ratios_then) >= MIN_STEPS_OF_WINDOW else last
-        medians.append(last)
-    return medians
+def _slowness(
+    periods_s: Sequence[float], costs_s: Sequence[float], windows: Sequence[int], num_windows: int
+) -> list[float]:
+    """Of each window, all its time over all its costs; one with too few steps has that of the window before.
+
+    Not the median of ratios: a few steps are far slower than the rest, and a machine of medians would be too fast.
+    """
+    taken_s, cost_s, count = [0.0] * num_windows, [0.0] * num_windows, [0] * num_windows
+    for window, period_s, step_cost_s in zip(windows, periods_s, costs_s, strict=True):
+        taken_s[window] += period_s
+        cost_s[window] += step_cost_s
+        count[window] += 1
+    slowness, last = [], 1.0
+    for window in range(num_windows):
+        last = taken_s[window] / cost_s[window] if count[window] >= MIN_STEPS_OF_WINDOW else last
+        slowness.append(last)
+    return slowness
