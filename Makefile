@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test sanitize lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas evidence-fuzz \
+.PHONY: help setup serve test sanitize lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas evidence-fuzz evidence-lm-eval evidence-schemathesis \
 	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay evidence-bounds evidence-soak evidence-side-effects invariance wheel clean
 .DEFAULT_GOAL := help
 
@@ -80,6 +80,11 @@ evidence-scheduler-walk: ## five million random steps of the scheduler, checked 
 evidence-fuzz: ## 100,000 fuzzed bodies to every POST endpoint: no 5xx, nothing left behind (under half an hour; resumes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/fuzz_server.py $(ARGS)
+
+evidence-lm-eval: ## lm-evaluation-harness against /v1/completions, its scores beside the engine's own (about 3 minutes; needs 800 MB, no torch)
+	@scripts/setup.sh dev
+	@test -f build/lm-eval/.stamp || { python3 -m venv build/lm-eval && build/lm-eval/bin/pip install --quiet -r benchmarks/lm-eval-requirements.txt && touch build/lm-eval/.stamp; }
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/lm_eval_harness.py $(ARGS)
 
 evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonschema (about 2 minutes)
 	@scripts/setup.sh dev
