@@ -86,6 +86,11 @@ evidence-lm-eval: ## lm-evaluation-harness against /v1/completions, its scores b
 	@test -f build/lm-eval/.stamp || { python3 -m venv build/lm-eval && build/lm-eval/bin/pip install --quiet -r benchmarks/lm-eval-requirements.txt && touch build/lm-eval/.stamp; }
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/lm_eval_harness.py $(ARGS)
 
+evidence-schemathesis: ## schemathesis against the OpenAPI document of a live server: no 5xx (about 10 minutes)
+	@scripts/setup.sh dev
+	@test -f build/schemathesis/.stamp || { python3 -m venv build/schemathesis && build/schemathesis/bin/pip install --quiet -r benchmarks/schemathesis-requirements.txt && touch build/schemathesis/.stamp; }
+	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemathesis_run.py $(ARGS)
+
 evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonschema (about 2 minutes)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemas.py $(ARGS)

@@ -39,7 +39,7 @@ def test_the_stream_helper_parses_arguments(client: OpenAI) -> None:
     tool = openai.pydantic_function_tool(Sky)
     with client.chat.completions.stream(
         model="tiny", messages=MESSAGES, tools=[tool], tool_choice="required", parallel_tool_calls=False,
-        temperature=1, seed=3, max_tokens=90,
+        temperature=1, seed=3, max_tokens=90, extra_body={"truncate_prompt_tokens": 300},
     ) as stream:  # fmt: skip
         kinds = {event.type for event in stream}
         (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
@@ -77,6 +77,7 @@ def guarded(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     keys.write_text('{"sk-one": {"tenant": "a", "requests_per_min": 2}, "sk-many": {"tenant": "b"}}')
     flags = (*ENGINE_FLAGS, "--api-key-file", str(keys), "--admin-api-key", "sk-admin", "--max-num-queued-reqs", "1")
+    flags = (*flags, "--max-num-seqs", "1")  # one runs, one waits, the next is refused
     with RunningServer(tiny_model_path, *flags, "--served-model-name", "tiny") as running:
         yield running
 
@@ -101,11 +102,17 @@ def test_errors_have_their_types(
     is_streamed: bool,
 ) -> None:
     body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "extra_body": fields}
-    with OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as gpt, pytest.raises(of_openai) as caught:
+    with (
+        OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as gpt,
+        pytest.raises(of_openai) as caught,
+    ):
         gpt.chat.completions.create(**body, stream=is_streamed)
     assert isinstance(caught.value, openai.APIStatusError) and caught.value.status_code == status
     assert caught.value.code and caught.value.request_id
-    with Anthropic(base_url=guarded.url, api_key=key, max_retries=0) as claude, pytest.raises(of_anthropic) as caught:
+    with (
+        Anthropic(base_url=guarded.url, api_key=key, max_retries=0) as claude,
+        pytest.raises(of_anthropic) as caught,
+    ):
         claude.messages.create(**body, stream=is_streamed)
     assert isinstance(caught.value, anthropic.APIStatusError) and caught.value.status_code == status
     assert caught.value.body["type"] == "error" and caught.value.body["error"]["type"]  # type: ignore[index, call-overload]
@@ -128,7 +135,7 @@ def test_a_rate_is_429_and_a_full_queue_503(guarded: RunningServer) -> None:
             with pytest.raises(kind) as caught:
                 ask(**asked)
             assert int(caught.value.response.headers["retry-after"]) >= 1  # type: ignore[attr-defined]
-        long: dict[str, Any] = {"model": "tiny", "prompt": "go on", "max_tokens": 400, "n": 64}
+        long: dict[str, Any] = {"model": "tiny", "prompt": "go on", "max_tokens": 400, "n": 32}
         hold = [many.completions.create(**long, stream=True, extra_body={"ignore_eos": True}) for _ in range(2)]
         for ask, kind in (
             (many.chat.completions.create, openai.InternalServerError),
