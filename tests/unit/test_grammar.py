@@ -174,6 +174,27 @@ def test_what_the_parser_panics_at_is_refused() -> None:
             json_schema_grammar({"type": "number", "maximum": ["x" * number + "🚡" * 40]})
 
 
+FAR = -9223372036854775807
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("enum", {"enum": [1, FAR]}),
+        ("const", {"type": "object", "properties": {"a": {"const": {"b": [FAR]}}}}),
+        ("minimum", {"type": "integer", "minimum": FAR, "maximum": FAR}),
+        ("maximum", {"type": "integer", "maximum": float(FAR)}),
+    ],
+)
+def test_numbers_at_which_the_compiler_recurses_without_end_are_refused(keyword: str, schema: dict[str, Any]) -> None:
+    for options in ({"json": schema}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+        with pytest.raises(InvalidRequestError, match=rf"keyword '{keyword}'.* from -2\^53 to 2\^53"):
+            structured_output_grammar(options)
+    structured_output_grammar({"grammar": 'start: "a" %json {"enum": [-9007199254740992]}'})
+    with pytest.raises(InvalidRequestError, match="%json must be followed by"):
+        structured_output_grammar({"grammar": "start: %json {"})
+
+
 def test_no_bias_outweighs_a_grammar(llm: LLM) -> None:
     banned = {token_id: -100.0 for token_id in range(300)}
     (output,) = llm.generate("x", SamplingParams(grammar=choice_grammar(["a"]), logit_bias=banned, temperature=0))

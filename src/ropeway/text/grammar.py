@@ -8,6 +8,7 @@ of sampling or of the engine.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -232,7 +233,20 @@ def structured_output_grammar(options: Mapping[str, Any]) -> str:
             return choice_grammar(value)
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(f"structured_outputs.{name} must be a non-empty text")
-    return regex_grammar(value) if name == "regex" else lark_grammar(value)
+    if name == "regex":
+        return regex_grammar(value)
+    _check_embedded_schemas(value)
+    return lark_grammar(value)
+
+
+def _check_embedded_schemas(grammar: str) -> None:
+    """Raises InvalidRequestError where a schema within a Lark grammar would be refused by itself."""
+    for found in re.finditer(r"%json\s*", grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"%json must be followed by a JSON schema: {error}") from None
+        json_schema_grammar(schema)
 
 
 def _decoded(text: str) -> object:

@@ -11,6 +11,8 @@ from typing import Any
 from ropeway.errors import InvalidRequestError
 
 MAX_DEPTH = 64
+# The integers that every reader of JSON agrees on (RFC 8259, section 6). Further out the compiler recurses without end.
+MAX_INTEGER = 2**53
 # Keywords that hold one schema, a list of schemas, or schemas by name.
 _ONE = frozenset({"items", "additionalProperties", "additionalItems"})
 _MANY = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
@@ -22,6 +24,7 @@ _EXACT = frozenset(
         "$ref", "$id", "$anchor", "$schema",
     }
 )  # fmt: skip
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _SAYING_NOTHING = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
      "discriminator", "contentMediaType", "contentEncoding", "nullable", "strict"}
@@ -81,6 +84,8 @@ class _Normaliser:
             if not isinstance(value, dict):
                 raise InvalidRequestError(f"{inside} must be an object of schemas")
             return {name: self.normalise(each, f"{inside}.{name[:40]}", depth + 1) for name, each in value.items()}
+        if keyword in _EXACT:
+            _check_integers(keyword, value, inside)
         return value
 
     def _exclude_each_other(self, branches: list[Any]) -> bool:
@@ -106,6 +111,19 @@ class _Normaliser:
                 part = part.replace("~1", "/").replace("~0", "~")
                 schema = schema.get(part) if isinstance(schema, dict) else None
         return {}
+
+
+def _check_integers(keyword: str, value: Any, where: str) -> None:
+    """Raises InvalidRequestError for an integer, or a bound, beyond MAX_INTEGER, at any depth."""
+    is_bound, waiting = keyword in _BOUNDS, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict | list):
+            waiting += each.values() if isinstance(each, dict) else each
+        elif isinstance(each, int | float) and abs(each) > MAX_INTEGER and (isinstance(each, int) or is_bound):
+            raise InvalidRequestError(
+                f"keyword {keyword!r}: {where} holds {each}; numbers there are supported from -2^53 to 2^53"
+            )
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
