@@ -13,6 +13,7 @@ from ropeway.llm import AsyncLLM
 from ropeway.server.app import create_app
 from ropeway.server.config import ServerConfig
 from ropeway.server.tenants import KeyRing
+from ropeway.server.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,6 @@ class AsgiClient:
 async def running_app(model: Path, config: ServerConfig | None = None, **options: object) -> AsyncIterator[AsgiClient]:
     """The application on a model, its engine running, without keys. options: the fields of `EngineConfig`."""
     llm = AsyncLLM(model, **options)
-    app = create_app(llm, config or ServerConfig(), KeyRing({}, None))
+    app = create_app(llm, config or ServerConfig(), KeyRing({}, None), Traffic())
     async with app.router.lifespan_context(app):
         yield AsgiClient(app, llm)
