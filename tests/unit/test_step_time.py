@@ -179,3 +179,12 @@ def test_fitting_finds_costs_and_leaves_out_what_no_step_had() -> None:
 
 def test_no_costs_cost_nothing() -> None:
     assert NO_COSTS.seconds(StepWork(1000, 1000, 1000)) == 0.0
+
+
+@pytest.mark.parametrize("name", ["fixed_s", "token_s", "later_token_s", "pair_s", "row_s"])
+def test_one_cost_alone_is_a_prior_too(name: str) -> None:
+    costs = {each: 0.0 for each in ("fixed_s", "token_s", "later_token_s", "pair_s", "row_s")} | {name: 1e-4}
+    model = StepTimeModel(StepCosts(**costs))
+    for _ in range(20):
+        model.observe(StepWork(8, 64, 8), 0.01)
+    assert all(cost >= 0 for cost in (model.costs.fixed_s, model.costs.token_s, model.costs.row_s))

@@ -120,7 +120,8 @@ class StepTimeModel:
     def __init__(self, prior: StepCosts) -> None:
         given = (prior.fixed_s, prior.token_s, prior.later_token_s, prior.pair_s, prior.row_s)
         assert min(given) >= 0.0 and max(given) > 0.0, f"not the costs of a step: {prior}"
-        token_s = max(prior.token_s, prior.later_token_s, prior.row_s, prior.fixed_s / 1024)
+        # On a very busy machine what is timed may all be put down to one of them, be it the pairs.
+        token_s = max(prior.token_s, prior.later_token_s, prior.row_s, prior.fixed_s / 1024, prior.pair_s)
         self._scales = [max(cost, plausible * token_s) for cost, plausible in zip(given, PLAUSIBLE, strict=True)]
         self._multiples = [cost / scale for cost, scale in zip(given, self._scales, strict=True)]
         variance = PRIOR_DEVIATION**2
