@@ -72,6 +72,7 @@ class EngineConfig:
         that a free place is waiting for; more are refused as overload. None is no limit; offline there is none.
     decision_log: file to which every scheduling decision is written, for `ropeway replay`; decision_log_size: bytes (an
         int, or text such as "1G") before which that log ends.
+    chat_template: the path of a Jinja2 template, or the template itself, instead of the model's own.
     served_model_name: the name (or names, the first is the answer's) that requests may give; None derives it from the
     model.
 
@@ -100,6 +101,7 @@ class EngineConfig:
     max_num_queued_tokens: int | None = None
     decision_log: str | os.PathLike[str] | None = None
     decision_log_size: int | str = "1G"
+    chat_template: str | os.PathLike[str] | None = None
     served_model_name: str | Iterable[str] | None = None
 
     def __post_init__(self) -> None:
@@ -125,8 +127,8 @@ class EngineConfig:
         _check_choice("backend", self.backend, get_args(BackendName))
         if self.isa is not None and (not isinstance(self.isa, str) or not self.isa):
             raise ConfigError(f"isa must be the name of an instruction set, not {self.isa!r}")
-        if self.decision_log is not None and not isinstance(self.decision_log, str | os.PathLike):
-            raise ConfigError(f"decision_log must be the path of a file, not {self.decision_log!r}")
+        for name in ("decision_log", "chat_template"):
+            _check_path(name, getattr(self, name))
         log_bytes = parse_bytes("decision_log_size", self.decision_log_size)
         object.__setattr__(self, "decision_log_size", log_bytes)
         if self.kv_cache_memory is not None:
@@ -378,6 +380,11 @@ def _check_prefix_caching(value: object, batching: str) -> None:
             f"batching {batching!r} is a baseline without a prefix cache; leave enable_prefix_caching out, or choose "
             "continuous"
         )
+
+
+def _check_path(name: str, value: object) -> None:
+    if not isinstance(value, str | os.PathLike | None):
+        raise ConfigError(f"{name} must be the path of a file, not {value!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -100,17 +100,23 @@ class RequestBuilder:
         """Whether the model thinks aloud before it answers."""
         return thinks(self._chat_template.source)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> EncodedPrompt:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_variables: Mapping[str, object] | None = None,
+    ) -> EncodedPrompt:
         """Token ids of a conversation, through the model's chat template, with the assistant's turn opened.
 
-        Raises InvalidRequestError for a model without a template and for messages that it refuses.
+        template_variables: what else the template may look at. Raises InvalidRequestError for a model without a
+        template, for messages that it refuses, and for variables of a reserved name.
         """
         if self._chat_template.knows_tools:
             listed = [tool.as_openai() for tool in tools]
-            text = self._chat_template.render(messages, add_generation_prompt=True, tools=listed)
+            text = self._chat_template.render(messages, tools=listed, variables=template_variables)
         else:
             plain = described_conversation(messages, tools) if tools or _mentions_tools(messages) else messages
-            text = self._chat_template.render(plain, add_generation_prompt=True)
+            text = self._chat_template.render(plain, variables=template_variables)
         return EncodedPrompt(self._check_not_empty(self.tokenizer.encode(text)), text)
 
     def truncate(self, prompt: EncodedPrompt, num_tokens: int | None, max_tokens: int | None) -> EncodedPrompt:

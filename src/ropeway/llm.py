@@ -29,13 +29,13 @@ from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
 from ropeway.engine.engine import Engine
 from ropeway.engine.output_stream import OutputStream
 from ropeway.engine.runner import Runner
-from ropeway.errors import InvalidRequestError, ModelFileError
+from ropeway.errors import ConfigError, InvalidRequestError, ModelFileError
 from ropeway.inputs import EncodedPrompt, Message, Prompt, RequestBuilder
 from ropeway.machine_limits import IdleLimits, MachineLimits
 from ropeway.model.loading import Model, load_model
 from ropeway.model.sampling_defaults import sampling_defaults
 from ropeway.outputs import Assembler, RequestOutput, Transcript
-from ropeway.text.chat_template import ChatTemplate
+from ropeway.text.chat_template import ChatTemplate, template_source
 from ropeway.text.grammar import Grammars
 from ropeway.text.tokenizer import Tokenizer
 
@@ -93,7 +93,7 @@ def prepare_model(model: ModelSource, config: EngineConfig) -> PreparedModel:
     loaded = load_model(path)
     tokenizer = Tokenizer.from_metadata(loaded.metadata)
     check_vocabulary(tokenizer, loaded)
-    chat_template = ChatTemplate.from_metadata(loaded.metadata)
+    chat_template = make_chat_template(loaded, config)
     name = os.fspath(model)
     facts = resolve(config, model_facts(name if name in CATALOG else path.stem, loaded, config), free_memory_bytes())
     for warning in facts.warnings:
@@ -140,6 +140,17 @@ def check_vocabulary(tokenizer: Tokenizer, model: Model) -> None:
             f"the model has embeddings for {num_rows} tokens but the tokenizer has {tokenizer.vocab_size}; convert "
             "the model to GGUF again with a converter that writes both of one length"
         )
+
+
+def make_chat_template(model: Model, config: EngineConfig) -> ChatTemplate:
+    """The template that `config` names, or the file's own. Raises ConfigError, ModelFileError."""
+    if config.chat_template is None:
+        return ChatTemplate.from_metadata(model.metadata)
+    source = template_source(config.chat_template)
+    try:
+        return ChatTemplate.from_metadata({**model.metadata, "tokenizer.chat_template": source})
+    except ModelFileError as error:
+        raise ConfigError(f"--chat-template: {error}") from None
 
 
 def model_facts(name: str, model: Model, config: EngineConfig) -> ModelFacts:
@@ -287,11 +298,16 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of a list, through the model's chat template. Otherwise as `generate`."""
+        """Answers one conversation, or each of a list, through the model's chat template. Otherwise as `generate`.
+
+        chat_template_kwargs: variables that the template may look at, such as enable_thinking.
+        """
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
-        encoded = [self._loaded.builder.encode_chat(each) for each in conversations]  # type: ignore[arg-type]
+        encode, variables = self._loaded.builder.encode_chat, chat_template_kwargs
+        encoded = [encode(each, template_variables=variables) for each in conversations]  # type: ignore[arg-type]
         return self._run_all(encoded, params, use_tqdm)
 
     def generate_each(

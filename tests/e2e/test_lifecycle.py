@@ -205,3 +205,65 @@ def test_version_and_help() -> None:
     assert "serve" in run_command("--help").stdout
     for command in ("serve", "generate", "models", "bench"):
         assert run_command(command, "--help").returncode == 0
+
+
+def test_sighup_while_the_model_loads_reads_the_keys_again(tiny_model_path: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"old-key": {"tenant": "a"}}')
+
+    class HungUp(RunningServer):
+        def wait_ready(self) -> None:
+            """Sends the signal once the old keys were read, which is before anything slow."""
+            wait_until(lambda: handles(self.process.pid, signal.SIGHUP), 60)
+            keys.write_text('{"new-key": {"tenant": "a"}}')
+            self.send_signal(signal.SIGHUP)
+            super().wait_ready()
+
+    with HungUp(tiny_model_path, *ENGINE_FLAGS, "--api-key-file", str(keys)) as server:
+        wait_until(lambda: "read 1 API keys" in server.log())
+        for key, status in ("old-key", 401), ("new-key", 200):
+            answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == status
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_shutdown_ends_a_pause(tiny_model_path: Path) -> None:
+    with RunningServer(tiny_model_path, *ENGINE_FLAGS, "--shutdown-timeout", "600") as server:
+        stream = Stream(server.url, {**LONG, "max_tokens": 300})
+        assert httpx.post(f"{server.url}/pause").status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(120) == 0
+        stream.join(60)
+    assert stream.events[-2]["choices"][0]["finish_reason"] == "length" and stream.events[-1] == {"done": True}
+
+
+def test_a_chat_template_of_ones_own(tiny_model_path: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if loud %}!{% endif %}"
+    conversation: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    with RunningServer(tiny_model_path, *ENGINE_FLAGS, "--chat-template", template) as server:
+
+        def post(path: str, **fields: Any) -> httpx.Response:
+            return httpx.post(server.url + path, json={**conversation, **fields}, timeout=60)
+
+        for variables, text in ({}, "hi"), ({"loud": False, "nobody_looks": {}}, "hi"), ({"loud": True}, "hi!"):
+            tokens = post("/tokenize", chat_template_kwargs=variables).json()
+            plain = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()
+            assert tokens["tokens"] == plain["tokens"]
+            usage = post("/v1/chat/completions", chat_template_kwargs=variables, max_tokens=1).json()["usage"]
+            assert usage["prompt_tokens"] == plain["count"]
+        for path in ("/tokenize", "/v1/chat/completions"):
+            refused = post(path, chat_template_kwargs={"messages": []})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs"
+            assert post(path, chat_template="{{ messages }}").status_code == 400
+
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    for name, message in ("none.jinja", "No such file"), ("broken.jinja", "does not compile"):
+        wrong = ("--no-batches", "--chat-template", str(tmp_path / name))
+        result = run_command("serve", str(tiny_model_path), "--port", "0", *wrong)
+        assert (result.returncode, result.stderr.count("\n")) == (2, 1) and message in result.stderr

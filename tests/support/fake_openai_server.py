@@ -26,7 +26,7 @@ class FakeOpenAIServer:
     usage_offset: int = 0
     closes_after_answer: bool = False
     has_done: bool = True
-    has_metrics: bool = True
+    metrics_status: int = 200
     refusal: tuple[int, dict[str, Any]] | None = None
     error_event: dict[str, Any] | None = None
     cut_after_bytes: int | None = None
@@ -77,11 +77,12 @@ class FakeOpenAIServer:
     def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/v1/models":
             self._send(writer, 200, b'{"object":"list","data":[{"id":"fake-model"}]}')
-        elif path == "/metrics" and self.has_metrics:
+        elif path == "/metrics" and self.metrics_status == 200:
             done = len(self.bodies)
             self._send(writer, 200, METRICS.format(preemptions=done, recomputed=10 * done).encode())
         else:
-            self._send(writer, 404, b'{"error":{"message":"no such path"}}')
+            status = self.metrics_status if path == "/metrics" else 404
+            self._send(writer, status, b'{"error":{"message":"not for you"}}')
 
     @staticmethod
     def _send(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:

@@ -39,19 +39,23 @@ class RunningServer:
         watchdog = threading.Timer(START_TIMEOUT_S, self.process.kill)
         watchdog.start()
         try:
-            for line in self.process.stdout:
-                if match := re.search(r"at (http://\S+)$", line):
-                    self.url = match[1]
-                if "curl" in line:
-                    break
-            else:
-                raise RuntimeError(f"the server ended before it was ready:\n{self.log()}")
+            self.wait_ready()
         except BaseException:
             self.__exit__(None, None, None)
             raise
         finally:
             watchdog.cancel()
         return self
+
+    def wait_ready(self) -> None:
+        """Reads the greeting. Raises RuntimeError where the server ends instead."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if match := re.search(r"at (https?://[^\s\"]+)", line):
+                self.url = match[1]
+            if "curl" in line or line.startswith("{"):  # the end of the greeting, or all of it
+                return
+        raise RuntimeError(f"the server ended before it was ready:\n{self.log()}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from ropeway.bench.client import Client, ClientError, Endpoint, StreamReader
 from ropeway.bench.load import LoadOptions, Run, run_load
-from ropeway.bench.server_counters import ServerCounters, parse_server_counters
+from ropeway.bench.server_counters import ServerCounters, counters_problem, parse_server_counters, read_server_counters
 from ropeway.bench.workload import BenchRequest
 from ropeway.errors import ConfigError
 from support.fake_openai_server import FakeOpenAIServer
@@ -164,7 +165,37 @@ def test_open_loop_counts_from_the_due_time_and_never_waits_for_answers() -> Non
 
 def test_server_counters_are_read_around_the_run() -> None:
     assert load(FakeOpenAIServer()).server_counters == ServerCounters(3, 30)
-    assert load(FakeOpenAIServer(has_metrics=False)).server_counters is None
+    assert load(FakeOpenAIServer(metrics_status=404)).server_counters is None
+
+
+def test_the_admin_key_goes_to_metrics_only() -> None:
+    with FakeOpenAIServer().running() as server:
+
+        async def main() -> None:
+            for admin_key in ("boss", None):
+                client = Client(Endpoint.parse(server.url), api_key="mine", admin_api_key=admin_key)
+                assert await counters_problem(client) is None
+                await client.get("/v1/models")
+                await client.close()
+
+        asyncio.run(main())
+    sent = [re.search("Bearer (.*)\r", head)[1] for head in server.request_heads]  # type: ignore[index]
+    assert sent == ["boss", "mine", "mine", "mine"]
+
+
+@pytest.mark.parametrize(("status", "is_told"), [(401, True), (403, True), (404, False)])
+def test_a_refusal_of_metrics_names_the_flag(status: int, is_told: bool) -> None:
+    with FakeOpenAIServer(metrics_status=status).running() as server:
+
+        async def main() -> str | None:
+            client = Client(Endpoint.parse(server.url))
+            assert await read_server_counters(client) is None
+            problem = await counters_problem(client)
+            await client.close()
+            return problem
+
+        problem = asyncio.run(main())
+    assert (problem is not None and "--admin-api-key" in problem) == is_told
 
 
 def test_counters_of_other_servers() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ropeway.errors import InvalidRequestError, ModelFileError
+from ropeway.errors import ConfigError, InvalidRequestError, ModelFileError
 from ropeway.model.gguf import GgufFile
-from ropeway.text.chat_template import ChatTemplate
+from ropeway.text.chat_template import RESERVED_NAMES, ChatTemplate, template_source
 
 HELLO: list[Mapping[str, Any]] = [{"role": "user", "content": "Hello"}]
 GOLDEN = Path(__file__).parent.parent / "goldens" / "smollm2_chat.json"
@@ -107,7 +107,7 @@ def test_template_that_fails_is_an_error_of_the_request() -> None:
 
 def test_template_that_does_not_compile_is_an_error_of_the_file() -> None:
     for source in ("{% if %}", "{{ 1 | no_such_filter }}", "{" + "{" * 3, "x" * 1_000_001):
-        with pytest.raises(ModelFileError, match="tokenizer.chat_template"):
+        with pytest.raises(ModelFileError, match="chat template"):
             ChatTemplate(source)
 
 
@@ -169,3 +169,30 @@ def test_long_conversation_is_rendered() -> None:
     source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] | trim ~ '\n' }}{% endfor %}"
     messages: list[Mapping[str, Any]] = [{"role": "user", "content": "x" * 2000}] * 2000
     assert len(render(source, messages)) == 2000 * 2007
+
+
+def test_variables_reach_the_template_and_may_be_unknown_to_it() -> None:
+    source = "{% if enable_thinking is defined and enable_thinking is false %}quick{% else %}slow{% endif %}"
+    template = ChatTemplate(source)
+    assert template.render(HELLO) == "slow"
+    assert template.render(HELLO, variables={"enable_thinking": False, "nobody_looks": [1]}) == "quick"
+
+
+@pytest.mark.parametrize("name", [*sorted(RESERVED_NAMES), "", " allowance", "a b", "1", "_x", "__class__", "\u00e9"])
+def test_variables_of_other_names_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs") as caught:
+        ChatTemplate("x").render(HELLO, variables={name: 1})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_template_is_a_file_or_itself(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}")
+    assert template_source(str(file)) == template_source(file) == file.read_text()
+    assert template_source("{{ bos_token }}") == "{{ bos_token }}"
+    for wrong in (str(tmp_path / "none.jinja"), tmp_path / "{none}", str(tmp_path), ""):
+        with pytest.raises(ConfigError, match="chat template"):
+            template_source(wrong)
+    file.write_bytes(b"\xff{")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        template_source(file)

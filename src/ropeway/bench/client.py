@@ -24,7 +24,14 @@ _MAX_IDLE_S = 2.0
 
 
 class ClientError(Exception):
-    """A request failed: refused, cut off, or answered with something that is not what was asked for."""
+    """A request failed: refused, cut off, or answered with something that is not what was asked for.
+
+    status: of a refusal.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,7 @@ class _Connection(asyncio.Protocol):
         if self.status == 200:
             self._finish(None)
         else:
-            self._finish(ClientError(f"HTTP {self.status}: {_refusal_message(bytes(self.body))}"))
+            self._finish(ClientError(f"HTTP {self.status}: {_refusal_message(bytes(self.body))}", self.status))
 
     def _finish(self, error: BaseException | None) -> None:
         answer, self.answer, self.feed = self.answer, None, None
@@ -196,20 +203,35 @@ def _refusal_message(body: bytes) -> str:
 
 
 class Client:
-    """Requests to one server over a pool of keep-alive connections; one connection per request in flight."""
+    """Requests to one server over a pool of keep-alive connections; one connection per request in flight.
 
-    def __init__(self, endpoint: Endpoint, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    admin_api_key: for what operates the server; without it api_key is sent there too.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._idle: list[_Connection] = []
         self._ssl = ssl.create_default_context() if endpoint.is_tls else None
-        authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._headers = f"Host: {endpoint.host}:{endpoint.port}\r\n{authorization}Accept: */*\r\n"
+        self._headers = self._headers_with(api_key)
+        self._admin_headers = self._headers_with(admin_api_key or api_key)
 
-    def encode(self, method: str, path: str, body: bytes = b"") -> bytes:
+    def _headers_with(self, key: str | None) -> str:
+        authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+        return f"Host: {self._endpoint.host}:{self._endpoint.port}\r\n{authorization}Accept: */*\r\n"
+
+    def encode(self, method: str, path: str, body: bytes = b"", *, is_admin: bool = False) -> bytes:
         """The bytes of one request, to be made before the clock runs."""
+        headers = self._admin_headers if is_admin else self._headers
         content = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-        return f"{method} {self._endpoint.prefix}{path} HTTP/1.1\r\n{self._headers}{content}\r\n".encode() + body
+        return f"{method} {self._endpoint.prefix}{path} HTTP/1.1\r\n{headers}{content}\r\n".encode() + body
 
     async def stream(self, request: bytes, reader: StreamReader) -> None:
         """Sends an encoded request and feeds the answer to `reader` as it comes.
@@ -218,10 +240,10 @@ class Client:
         """
         await self._exchange(request, reader.feed)
 
-    async def get(self, path: str) -> bytes:
+    async def get(self, path: str, *, is_admin: bool = False) -> bytes:
         """The body of a GET. Raises: ClientError."""
         body = bytearray()
-        await self._exchange(self.encode("GET", path), body.extend)
+        await self._exchange(self.encode("GET", path, is_admin=is_admin), body.extend)
         return bytes(body)
 
     async def close(self) -> None:

@@ -19,6 +19,7 @@ from ropeway.bench.client import Client, ClientError, Endpoint
 from ropeway.bench.load import LoadOptions, RequestRecord, Run, run_load
 from ropeway.bench.plot import Panel, Series, render_html, render_svg
 from ropeway.bench.report import LATENCIES, Summary, format_table, summarise
+from ropeway.bench.server_counters import counters_problem
 from ropeway.bench.workload import (
     BenchRequest,
     SyntheticWorkload,
@@ -40,7 +41,8 @@ class ServeBenchOptions:
 
     base_url: str
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
     concurrencies: tuple[int, ...] = ()
     request_rates: tuple[float, ...] = ()
     num_requests: int | None = None
@@ -61,8 +63,16 @@ def run_serve_bench(options: ServeBenchOptions) -> list[Summary]:
 
 
 async def _sweep(options: ServeBenchOptions) -> list[Summary]:
-    client = Client(Endpoint.parse(options.base_url), api_key=options.api_key, timeout_s=options.timeout_s)
+    client = Client(
+        Endpoint.parse(options.base_url),
+        api_key=options.api_key,
+        admin_api_key=options.admin_api_key,
+        timeout_s=options.timeout_s,
+    )
     try:
+        problem = await counters_problem(client)
+        if problem is not None:
+            print(problem, file=sys.stderr)
         model = options.model or await _served_model(client, options.base_url)
         load_options = LoadOptions(model=model, ignore_eos=options.ignore_eos, extra_body=options.extra_body)
         await _warm_up(client, options, load_options)
@@ -137,9 +147,9 @@ def _progress(label: str, requests: Sequence[BenchRequest]) -> Iterator[Any]:
 
 
 def result_document(options: ServeBenchOptions, summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Everything needed to read the figures again: when, with what, and how it went. The API key stays out."""
+    """Everything needed to read the figures again: when, with what, and how it went. The API keys stay out."""
     asked = asdict(options)
-    del asked["api_key"]
+    del asked["api_key"], asked["admin_api_key"]
     asked["prompts_path"] = str(options.prompts_path) if options.prompts_path else None
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

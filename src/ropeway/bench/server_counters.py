@@ -43,12 +43,22 @@ def parse_server_counters(text: str) -> ServerCounters:
 
 
 async def read_server_counters(client: Client) -> ServerCounters | None:
-    """The counters now, or None when the server has no /metrics."""
+    """The counters now, or None when the server has no /metrics, or keeps it from us."""
     try:
-        text = (await client.get("/metrics")).decode(errors="replace")
+        text = (await client.get("/metrics", is_admin=True)).decode(errors="replace")
     except ClientError:
         return None
     return parse_server_counters(text)
+
+
+async def counters_problem(client: Client) -> str | None:
+    """Why the counters will be missing, where a key is to blame."""
+    try:
+        await client.get("/metrics", is_admin=True)
+    except ClientError as error:
+        if error.status in (401, 403):
+            return f"no counters of the server: /metrics answers {error}; give its key with --admin-api-key"
+    return None
 
 
 def _whole(value: float | None) -> int | None:

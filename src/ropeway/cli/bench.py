@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ropeway.bench.serve import (
     write_document,
 )
 from ropeway.bench.workload import RAGGED_OUTPUTS, RAGGED_PROMPTS, LengthDistribution, SyntheticWorkload
-from ropeway.cli.options import add_model_argument
+from ropeway.cli.options import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, add_model_argument
 from ropeway.errors import ConfigError
 
 
@@ -59,7 +60,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "--base-url", "--url", default="http://127.0.0.1:8000", metavar="URL", help="the server, with or without /v1"
     )
     group.add_argument("--model", help="model name to ask for; the first of /v1/models if not given")
-    group.add_argument("--api-key", help="sent as a bearer token; none if not given")
+    group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token; that of ROPEWAY_API_KEY, or none, if "
+        "not given")  # fmt: skip
+    group.add_argument("--admin-api-key", metavar="KEY", help="sent to /metrics, for the counters of preemptions; that "
+        "of ROPEWAY_ADMIN_API_KEY, or the other key, if not given")  # fmt: skip
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="longest wait for one answer, s")
     group.add_argument(
         "--extra-body", default="{}", metavar="JSON", help="an object whose fields are added to every request body"
@@ -240,7 +244,8 @@ def _serve_options(args: argparse.Namespace) -> ServeBenchOptions:
     return ServeBenchOptions(
         base_url=args.base_url,
         model=args.model,
-        api_key=args.api_key,
+        api_key=os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key,
+        admin_api_key=os.environ.get(ADMIN_API_KEY_VARIABLE) if args.admin_api_key is None else args.admin_api_key,
         concurrencies=tuple(args.concurrency or ()) if args.request_rate or args.concurrency else (32,),
         request_rates=tuple(args.request_rate or ()),
         num_requests=args.num_requests,

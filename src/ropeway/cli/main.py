@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from ropeway._version import __version__
-from ropeway.errors import ConfigError, InvalidRequestError, RopewayError
+from ropeway.cli.ending import exit_code, one_line
+from ropeway.errors import RopewayError
 
 COMMANDS = {
     "serve": "serve a model over HTTP, OpenAI-compatible",
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.remove("--debug")
     try:
         args = _parser(arguments).parse_args(arguments)
+        args.is_debugging = is_debugging
         return int(args.run(args))
     except KeyboardInterrupt:
         return 130
@@ -49,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RopewayError, OSError) as error:
         if is_debugging:
             raise
-        print(f"ropeway: error: {_one_line(error)}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
+        print(f"ropeway: error: {one_line(error)}", file=sys.stderr)
+        return exit_code(error)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -70,8 +72,3 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         else:
             subparsers.add_parser(name, help=summary)
     return parser
-
-
-def _one_line(error: Exception) -> str:
-    text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-    return " ".join(text.split()) or type(error).__name__

@@ -8,6 +8,10 @@ from dataclasses import fields
 from ropeway.catalog import DEFAULT_MODEL
 from ropeway.config import EngineConfig
 
+# What stands in the environment for keys, so that no list of processes shows them.
+API_KEY_VARIABLE = "ROPEWAY_API_KEY"
+ADMIN_API_KEY_VARIABLE = "ROPEWAY_ADMIN_API_KEY"
+
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds every engine flag. A flag that is not given leaves the default to `EngineConfig`."""
@@ -58,6 +62,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "that this processor has; same answers on the same one only")  # fmt: skip
     add("--backend", choices=("native", "reference"), help="what computes; default: native; reference is numpy: "
         "slow, for checking")  # fmt: skip
+    add("--chat-template", metavar="FILE", help="chat template to use instead of the model's own: a file of Jinja2, or "
+        "the template itself")  # fmt: skip
     add("--decision-log", metavar="FILE", help="write every scheduling decision to this file, for `ropeway replay`: "
         "lengths and digests, no texts or tokens; default: none")  # fmt: skip
     add("--decision-log-size", metavar="SIZE", help="size before which the decision log ends, such as 64M; "

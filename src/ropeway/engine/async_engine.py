@@ -65,6 +65,7 @@ class _OpenRequest:
             error=self.error or self.abort_cause,
             has_started=self.is_started,
             arrival_s=self.times.arrival_s,
+            first_scheduled_s=self.times.first_scheduled_s,
             first_token_s=self.times.first_token_s,
             end_s=end_s,
         )
@@ -220,6 +221,8 @@ class AsyncEngine:
         Returns whether everything finished by itself.
         """
         self._is_closing = True
+        if self._is_paused:
+            self.resume()  # what does not run does not finish
         is_drained = True
         if self._thread.is_alive:
             try:
@@ -268,7 +271,7 @@ class AsyncEngine:
                 self._open[request_id].stream.accept(request_id)
         for request_id in news.started_ids:
             if request_id in self._open:
-                self._start(self._open[request_id], news.now_s)
+                self._start(self._open[request_id], news.step_start_s)
         self._deliver_events(news)
         for request_id, progress in news.progress:
             self._answer(request_id, progress)

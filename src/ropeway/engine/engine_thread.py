@@ -66,7 +66,8 @@ _Message = _Submit | _Abort | _Stop | _Pause | _Describe | _Close
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """Everything one turn of the engine thread brought. now_s: time.monotonic() at its end.
+    """Everything one turn of the engine thread brought. now_s, step_start_s: time.monotonic() at its end, and before
+    its step.
 
     progress: of the requests that were asked about.
     accepted_ids: requests the engine took; started_ids: that computed for the first time; rejected: that it would not
@@ -75,6 +76,7 @@ class StepNews:
     """
 
     now_s: float
+    step_start_s: float = 0.0
     events: Sequence[SequenceEvent] = ()
     accepted_ids: Sequence[str] = ()
     started_ids: Sequence[str] = ()
@@ -158,7 +160,7 @@ class EngineThread:
             start_s = time.monotonic()
         events = orders.events
         started: Sequence[str] = ()
-        has_stepped = is_open and self._may_step
+        has_stepped, step_start_s = is_open and self._may_step, time.monotonic()
         if has_stepped:
             events += engine.step()
             started = engine.take_started_ids()
@@ -173,7 +175,8 @@ class EngineThread:
             self._target_log.observe(stats.pacing)
         self.last_step_s = now_s
         if events or started or orders.has_news:
-            self._deliver(StepNews(now_s, events, orders.accepted_ids, started, orders.rejected, orders.progress))
+            told = (events, orders.accepted_ids, started, orders.rejected, orders.progress)
+            self._deliver(StepNews(now_s, step_start_s, *told))
         if has_stepped and not engine.has_work and now_s >= self._next_check_s and self._inbox.empty():
             engine.check_invariants()
             self._next_check_s = now_s + IDLE_CHECK_INTERVAL_S

@@ -14,8 +14,8 @@ class RequestReport:
 
     num_generated_tokens: of all its sequences, counted through a stop string's match. num_cached_tokens: of the prompt,
     found in the prefix cache by its first sequence. finish_reasons: by sequence; None where it goes on.
-    error: what it ended with instead of an answer. arrival_s, first_token_s, end_s: time.monotonic().
-    has_started: it computed.
+    error: what it ended with instead of an answer. has_started: it computed. arrival_s, first_scheduled_s,
+    first_token_s, end_s: time.monotonic(); None where it did not get so far.
     """
 
     request_id: str
@@ -26,5 +26,6 @@ class RequestReport:
     error: RopewayError | None
     has_started: bool
     arrival_s: float
+    first_scheduled_s: float | None
     first_token_s: float | None
     end_s: float | None = None

@@ -24,6 +24,7 @@ from ropeway.server.body_deadline import BodyDeadline
 from ropeway.server.config import ServerConfig
 from ropeway.server.endpoints import start_chat_completions, start_completions
 from ropeway.server.errors import JSON, anthropic_error_json, error_json, error_response, is_anthropic, json_response
+from ropeway.server.failures import FailureGuard
 from ropeway.server.file_routes import file_routes
 from ropeway.server.health_watch import HealthWatch
 from ropeway.server.messages import MessageAnswer
@@ -43,15 +44,20 @@ from ropeway.server.response_routes import response_routes
 from ropeway.server.sse import StreamLimits
 from ropeway.server.tenants import KeyRing
 from ropeway.server.token_routes import token_routes
+from ropeway.server.tracing import RequestTraces
 from ropeway.server.traffic import CLIENT_CLOSED_REQUEST, Traffic
 
 logger = logging.getLogger(__name__)
 
+QUIET_S = 1.0  # after the start, so that whoever waited for it is served first
 
-def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing, traffic: Traffic) -> Starlette:
+
+def create_app(
+    llm: AsyncLLM, config: ServerConfig, keys: KeyRing, traffic: Traffic, traces: RequestTraces | None = None
+) -> Starlette:
     """The ASGI application. Its lifespan starts the engine and shuts it down; `state.batches` is its batch service."""
 
-    book = RequestBook(llm.engine)
+    book = RequestBook(llm.engine, listener=traces)
     batches = BatchService(llm, config, keys)
     sender = AnswerSender(book, StreamLimits(ping_s=config.ping_s, max_unread_bytes=config.max_unread_bytes))
 
@@ -60,8 +66,10 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing, traffic: Traf
         llm.start()
         await batches.start()
         watching = asyncio.create_task(HealthWatch(llm.engine, config.stall_s).run())
+        preparing = asyncio.create_task(_prepare_grammars(llm))
         yield
         watching.cancel()
+        preparing.cancel()
         await batches.close()
         await llm.shutdown(0.0)
 
@@ -80,17 +88,33 @@ def create_app(llm: AsyncLLM, config: ServerConfig, keys: KeyRing, traffic: Traf
             RopewayError: _on_error,
             HTTPException: _on_http_error,
             ClientDisconnect: _on_disconnect,
-            Exception: _on_error,
         },
         lifespan=lifespan,
     )
     app.state.batches = batches
     traffic.routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    # From the inside out: what is added last stands first.
     app.add_middleware(AccessGuard, keys=keys)
     app.add_middleware(BodyDeadline, timeout_s=config.body_timeout_s, traffic=traffic)
-    # Added last, so around the guard.
+    app.add_middleware(FailureGuard)
+    if config.cors is not None:
+        app.add_middleware(config.cors.wrap)
+    if traces is not None:
+        app.add_middleware(traces.wrap)
     app.add_middleware(RequestIds, has_access_log=config.has_access_log, traffic=traffic)
     return app
+
+
+async def _prepare_grammars(llm: AsyncLLM) -> None:
+    """Reads the vocabulary for grammars in the first quiet second.
+
+    It takes a third of a second, half of it with the interpreter lock held: in service every stream would stand still.
+    """
+    while True:
+        await asyncio.sleep(QUIET_S)
+        if llm.engine.is_idle():
+            await asyncio.to_thread(llm.builder.grammars.prepare)
+            return
 
 
 def _generation_routes(llm: AsyncLLM, config: ServerConfig, sender: AnswerSender) -> list[Route]:

@@ -12,7 +12,6 @@ from ropeway.server.protocol import ChatMessage
 REFUSED_TOKENIZE_FIELDS: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "mm_processor_kwargs": ({},),
 }
@@ -27,6 +26,7 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = Field(None, description="Begin with the model's BOS token; only of a prompt.")
     return_token_strs: bool | None = Field(None, description="Also the text of each token.")
 

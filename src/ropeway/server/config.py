@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ropeway.server.cors import CorsRules
 from ropeway.server.tenants import KeyTerms
+from ropeway.server.tls import TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +18,10 @@ class ServerConfig:
     api_keys: one of them is asked of every request but those for health; empty asks for nothing. api_key_file: where
     they were read from, to be read again on SIGHUP. admin_api_key: operates the server. max_body_bytes: of one request.
     ping_s: a stream without a token yet gets a comment so often. shutdown_timeout_s: running requests may finish for
-    this long. stall_s: /health is red after this long with work but
-    without a step. has_access_log: one line per request. batch_dir: where files and batches are kept; None keeps
-    none. max_batch_file_bytes: of one file that is uploaded. max_batch_storage_bytes: of all files together.
+    this long. stall_s: /health is red after this long with work but without a step. has_access_log: one line per
+    request. tls: None serves plain HTTP. cors: None lets no page of another origin use the server. batch_dir: where
+    files and batches are kept; None keeps none. max_batch_file_bytes: of one file that is uploaded.
+    max_batch_storage_bytes: of all files together. otlp_traces_endpoint: where spans go; None makes none.
     header_timeout_s, body_timeout_s: a client may take so long to send the headers, and the body: one second more for
     every BODY_BYTES_PER_S of it. write_timeout_s: a client that takes nothing of its answer for so long is cut off.
     max_unread_bytes: of a stream that its client does not read; more end it. max_connections: more are refused.
@@ -34,6 +37,9 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     stall_s: float = 30.0
     has_access_log: bool = False
+    tls: TlsFiles | None = None
+    cors: CorsRules | None = None
+    otlp_traces_endpoint: str | None = None
     batch_dir: Path | None = None
     max_batch_file_bytes: int = 200 << 20
     max_batch_storage_bytes: int = 10 << 30

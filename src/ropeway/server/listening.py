@@ -63,7 +63,7 @@ def max_connections(wanted: int | None) -> int:
     return wanted or min(room, MAX_CONNECTIONS)
 
 
-def address(sock: socket.socket) -> str:
-    """http://host:port of a bound socket."""
+def address(sock: socket.socket, scheme: str = "http") -> str:
+    """scheme://host:port of a bound socket."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"

@@ -126,7 +126,8 @@ async def encode_chat(llm: AsyncLLM, body: ChatBody) -> EncodedPrompt:
     _served_model(llm, body)
     messages, tools = body.conversation(), body.tool_use().tools
     num_characters = sum(len(str(message["content"])) for message in messages) + len(str(body.tools or ""))
-    return await off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages, tools))
+    variables = body.chat_template_kwargs
+    return await off_loop_if_long(num_characters, lambda: llm.builder.encode_chat(messages, tools, variables))
 
 
 async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller, id_prefix: str = "chatcmpl-") -> Generation:

@@ -56,7 +56,6 @@ REFUSED_CHAT_FIELDS = {
     "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
@@ -251,6 +250,9 @@ class ChatBody(SamplingBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or a function by name.")
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
 
     def tool_use(self) -> ToolUse:
         """The tools, and whether one must be called. Raises InvalidRequestError with the field's name."""

@@ -9,19 +9,24 @@ is remembered for RETENTION_S after its end, and for less where more than MAX_EN
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from ropeway.core.params import Request
 from ropeway.core.stats import SequenceProgress
 from ropeway.engine.async_engine import AsyncEngine
 from ropeway.engine.output_stream import OutputStream
 from ropeway.engine.request_report import RequestReport
+from ropeway.errors import EngineStoppedError
 from ropeway.server.errors import UnknownRequestError
+from ropeway.server.logs import FIELDS
 from ropeway.server.tenants import Caller
+
+logger = logging.getLogger(__name__)
 
 RETENTION_S = 600.0
 MAX_ENDED = 4096
@@ -61,11 +66,29 @@ class AnswerStatus:
     num_cached_tokens: int
 
 
+class AnswerListener(Protocol):
+    """Who is told of answers as they come and go."""
+
+    def on_submitted(self, answer_id: str, requests: Sequence[Request]) -> None:
+        """The engine has them; called where the request is served."""
+        ...
+
+    def on_ended(self, answer_id: str, reports: Sequence[RequestReport]) -> None:
+        """All have ended."""
+        ...
+
+
 class RequestBook:
     """Hands requests to the engine, and keeps account of them. Belongs to the event loop."""
 
-    def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        clock: Callable[[], float] = time.monotonic,
+        listener: AnswerListener | None = None,
+    ) -> None:
         self._engine = engine
+        self._listener = listener
         self._clock = clock
         self._record_of: dict[str, AnswerRecord] = {}  # by the ids of the engine's open requests
         self._by_id: dict[str, AnswerRecord] = {}  # open or remembered, by answer id
@@ -83,6 +106,8 @@ class RequestBook:
             self._record_of[request.request_id] = record
             caller.charge(len(request.prompt_token_ids))
         self._forget_old()
+        if self._listener is not None:
+            self._listener.on_submitted(answer_id, requests)
         return stream
 
     async def status(self, name: str, caller: Caller) -> AnswerStatus:
@@ -156,6 +181,9 @@ class RequestBook:
             record.end_s = self._clock()
             self._ended[record.answer_id] = record
             self._forget_old()
+            _log_failure(record)
+            if self._listener is not None:
+                self._listener.on_ended(record.answer_id, list(record.reports.values()))
 
     def _forget_old(self) -> None:
         oldest_s = self._clock() - RETENTION_S
@@ -168,6 +196,19 @@ class RequestBook:
             alias = (record.tenant, record.client_id)
             if self._by_client_id.get(alias) is record:
                 del self._by_client_id[alias]
+
+
+def _log_failure(record: AnswerRecord) -> None:
+    """Which answer it was that the engine failed: its own log knows no clients. Refusals are told to them only."""
+    reports = record.reports.values()
+    error = next((each.error for each in reports if isinstance(each.error, EngineStoppedError)), None)
+    if error is not None or any("error" in each.finish_reasons for each in reports):
+        logger.error(
+            "%s failed: %s",
+            record.answer_id,
+            error or "a step could not be computed",
+            extra={FIELDS: {"request_id": record.client_id, "answer_id": record.answer_id}},
+        )
 
 
 def _state(record: AnswerRecord, progress: Sequence[SequenceProgress]) -> AnswerState:

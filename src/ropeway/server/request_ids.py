@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ropeway.server.log_context import current_request_id
+from ropeway.server.logs import FIELDS, current_request_id
 from ropeway.server.sse import Message, Receive, Send
 from ropeway.server.traffic import CLIENT_CLOSED_REQUEST, Traffic
 
@@ -21,6 +21,7 @@ access_logger = logging.getLogger("ropeway.access")
 
 REQUEST_ID = "ropeway.request_id"
 ANSWER_ID = "ropeway.answer_id"
+STATUS = "ropeway.status"  # of the answer; 0 until it has begun
 _WELL_FORMED = re.compile(rb"[!-~]{1,128}")
 
 
@@ -44,18 +45,18 @@ class RequestIds:
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         is_usable = len(given) == 1 and _WELL_FORMED.fullmatch(given[0])
         request_id = given[0].decode() if is_usable else uuid.uuid4().hex
-        scope[REQUEST_ID] = request_id
-        status, start_s = 0, time.monotonic()
+        scope[REQUEST_ID], scope[STATUS] = request_id, 0
+        start_s = time.monotonic()
 
         async def send_named(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                scope[STATUS] = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 
-        token = current_request_id.set(request_id)
+        # Never reset: the task is the request's own, and what the server logs of its failure belongs to it too.
+        current_request_id.set(request_id)
         try:
             await self._app(scope, receive, send_named)
         finally:
@@ -63,7 +64,16 @@ class RequestIds:
             route = scope["route"].path if "route" in scope else scope["path"]
             self._traffic.count(scope["method"], route, status or CLIENT_CLOSED_REQUEST)
             if self._has_access_log:
-                answer_id, lasted_ms = scope.get(ANSWER_ID, "-"), 1000 * (time.monotonic() - start_s)
-                path = scope["path"].encode("unicode_escape").decode()  # a line stays a line
-                access_logger.info("%s %s %d %.1f ms %s", scope["method"], path, status, lasted_ms, answer_id)
-            current_request_id.reset(token)
+                log_access(scope, scope[STATUS], 1000 * (time.monotonic() - start_s))
+
+
+def log_access(scope: Message, status: int, lasted_ms: float) -> None:
+    """A line of an answered request, without its query string, which may hold anything."""
+    answer_id = scope.get(ANSWER_ID)
+    path = scope["path"].encode("unicode_escape").decode()  # a line stays a line
+    told = {"method": scope["method"], "path": path, "status": status, "duration_ms": round(lasted_ms, 1)}
+    access_logger.info(
+        "%s %s %d %.1f ms %s",
+        *(scope["method"], path, status, lasted_ms, answer_id or "-"),
+        extra={FIELDS: told | ({} if answer_id is None else {"answer_id": answer_id})},
+    )

@@ -12,9 +12,10 @@ import functools
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
@@ -25,7 +26,10 @@ from ropeway.server.app import create_app
 from ropeway.server.batch_service import BatchService
 from ropeway.server.config import ServerConfig
 from ropeway.server.connections import BoundedConnection, ConnectionLimits
+from ropeway.server.hangups import Hangups
 from ropeway.server.tenants import KeyRing, load_key_file
+from ropeway.server.tls import TlsContext
+from ropeway.server.tracing import RequestTraces
 from ropeway.server.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -38,10 +42,25 @@ ENGINE_JOIN_S = 5.0
 BACKLOG = 2048
 
 
-def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_ready: Callable[[], None]) -> bool:
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where requests come in: a bound socket, what encrypts it, and the SIGHUPs so far."""
+
+    sock: socket.socket
+    tls: TlsContext | None
+    hangups: Hangups
+
+
+def run_server(
+    llm: AsyncLLM,
+    config: ServerConfig,
+    door: Door,
+    on_ready: Callable[[], None],
+    traces: RequestTraces | None = None,
+) -> bool:
     """Serves until a signal. Returns whether it ended in good order: False after a second signal.
 
-    on_ready: called once connections are accepted.
+    on_ready: called once connections are accepted. traces: closed after an orderly end.
     """
     keys = KeyRing(config.api_keys, config.admin_api_key)
     traffic = Traffic()
@@ -51,7 +70,7 @@ def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_read
         write_timeout_s=config.write_timeout_s,
         max_connections=config.max_connections,
     )
-    app = create_app(llm, config, keys, traffic)
+    app = create_app(llm, config, keys, traffic, traces)
     server = _Server(
         uvicorn.Config(
             app,
@@ -63,17 +82,58 @@ def run_server(llm: AsyncLLM, config: ServerConfig, sock: socket.socket, on_read
             backlog=BACKLOG,
             server_header=False,
             timeout_graceful_shutdown=None,
+            ssl_context_factory=None if door.tls is None else _factory(door.tls),
         ),
         llm,
-        config,
-        keys,
+        config.shutdown_timeout_s,
+        _Reloading(config, keys, door),
         on_ready,
         app.state.batches,
     )
-    server.run(sockets=[sock])
+    server.run(sockets=[door.sock])
     if server.force_exit:
         llm.engine.kill(ENGINE_JOIN_S)
+    elif traces is not None:
+        traces.close()
     return not server.force_exit
+
+
+def _factory(tls: TlsContext) -> Callable[[uvicorn.Config, Callable[[], ssl.SSLContext]], ssl.SSLContext]:
+    return lambda config, default: tls.context
+
+
+class _Reloading:
+    """What SIGHUP reads again: the keys, and the certificate. Of a file with an error nothing."""
+
+    def __init__(self, config: ServerConfig, keys: KeyRing, door: Door) -> None:
+        self._api_key_file = config.api_key_file
+        self._keys = keys
+        self._tls = door.tls
+        self._hangups = door.hangups
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Reads again at every SIGHUP from now on, and now where one came since the start."""
+        if self._hangups.is_watching:
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
+            if self._hangups.has_come:
+                self._reload()
+
+    def _reload(self) -> None:
+        if self._api_key_file is not None:
+            try:
+                keys = load_key_file(self._api_key_file)
+            except ConfigError as error:
+                logger.error("the API keys stay as they were: %s", error)
+            else:
+                self._keys.replace(keys)
+                logger.info("read %d API keys from %s", len(keys), self._api_key_file)
+        if self._tls is not None:
+            try:
+                self._tls.reload()
+            except ConfigError as error:
+                logger.error("the certificate stays as it was: %s", error)
+            else:
+                logger.info("read the certificate again")
 
 
 class _Server(uvicorn.Server):
@@ -83,16 +143,15 @@ class _Server(uvicorn.Server):
         self,
         uvicorn_config: uvicorn.Config,
         llm: AsyncLLM,
-        config: ServerConfig,
-        keys: KeyRing,
+        shutdown_timeout_s: float,
+        reloading: _Reloading,
         on_ready: Callable[[], None],
         batches: BatchService,
     ) -> None:
         super().__init__(uvicorn_config)
         self._llm = llm
-        self._shutdown_timeout_s = config.shutdown_timeout_s
-        self._keys = keys
-        self._api_key_file = config.api_key_file
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._reloading = reloading
         self._on_ready = on_ready
         self._batches = batches
 
@@ -106,8 +165,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._api_key_file is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_keys, self._api_key_file)
+        self._reloading.begin(asyncio.get_running_loop())
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
@@ -121,18 +179,11 @@ class _Server(uvicorn.Server):
         finally:
             closing.cancel()
 
-    def _reload_keys(self, path: Path) -> None:
-        """Takes the keys of the file as it is now; of one with an error nothing."""
-        try:
-            keys = load_key_file(path)
-        except ConfigError as error:
-            logger.error("the API keys stay as they were: %s", error)
-        else:
-            self._keys.replace(keys)
-            logger.info("read %d API keys from %s", len(keys), path)
-
     async def _end_streams(self) -> None:
         engine = self._llm.engine
+        if engine.is_paused:
+            logger.info("going on after a pause, so that requests can finish")
+            engine.resume()
         if engine.num_open_requests:
             logger.info("finishing %d requests, for at most %g s", engine.num_open_requests, self._shutdown_timeout_s)
         if not await self._is_forced_within(self._shutdown_timeout_s):

@@ -69,8 +69,9 @@ async def _token_ids(llm: AsyncLLM, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        if body.tools:
-            raise InvalidRequestError("tools belong to messages, not to a prompt", param="tools")
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise InvalidRequestError(f"{name} goes with messages, not with a prompt", param=name)
         prompt, has_bos = body.prompt, body.add_special_tokens is not False
         return await off_loop_if_long(len(prompt), lambda: builder.tokenizer.encode(prompt, add_bos=has_bos))
     if body.add_special_tokens:
@@ -81,7 +82,7 @@ async def _token_ids(llm: AsyncLLM, body: TokenizeBody) -> list[int]:
     num_characters = sum(len(str(message["content"])) for message in messages) + len(str(body.tools or ""))
 
     def encoded() -> EncodedPrompt:
-        return builder.encode_chat(messages, tools)
+        return builder.encode_chat(messages, tools, body.chat_template_kwargs)
 
     return list((await off_loop_if_long(num_characters, encoded)).token_ids)
 

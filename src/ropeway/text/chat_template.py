@@ -6,17 +6,32 @@ stranger's program: `template_sandbox` bounds what it can do. Knows nothing of t
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from jinja2.exceptions import SecurityError
 
-from ropeway.errors import InvalidRequestError, ModelFileError
+from ropeway.errors import ConfigError, InvalidRequestError, ModelFileError
 from ropeway.text.template_sandbox import new_environment, render
 
 MAX_SOURCE_CHARS = 1_000_000
+# What a template is given by us: a caller's variable of this name would change what the conversation is.
+RESERVED_NAMES = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "raise_exception",
+        "strftime_now",
+    }
+)
 
 
 class _TemplateRefusal(Exception):
@@ -72,21 +87,25 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt for `messages`, each with a role and a content: a string, or OpenAI's list of parts, of which
         only text is accepted, one part a line.
 
         add_generation_prompt: end with the beginning of the assistant's answer. tools: as OpenAI writes them.
+        variables: further ones that the template may look at, such as enable_thinking.
 
-        Raises InvalidRequestError for messages that are malformed or that the template refuses, and for a model
-        without template.
+        Raises InvalidRequestError for messages that are malformed or that the template refuses, for variables of a
+        reserved name, and for a model without template.
         """
+        check_variables(variables or {})
         plain = [_plain_message(message, index) for index, message in enumerate(_checked_list(messages))]
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; send a plain prompt to /v1/completions (LLM.generate) instead"
             )
-        variables: dict[str, object] = {
+        given: dict[str, object] = {
+            **(variables or {}),
             "messages": plain,
             "add_generation_prompt": add_generation_prompt,
             "tools": list(tools) if tools else None,
@@ -94,7 +113,7 @@ class ChatTemplate:
             **self._special_tokens,
         }
         try:
-            return render(self._template, variables)
+            return render(self._template, given)
         except _TemplateRefusal as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -109,9 +128,36 @@ class ChatTemplate:
             ) from error
 
 
+def template_source(given: str | os.PathLike[str]) -> str:
+    """The template that somebody names: the path of a file, or a template itself. Raises ConfigError."""
+    try:
+        return Path(given).read_text()
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError, as is a path with a null character
+        text = os.fspath(given)
+        if not isinstance(given, os.PathLike) and any(sign in text for sign in "{}\n"):
+            return text
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"the chat template {text[:200]!r} is no template, and as a file: {reason}") from None
+
+
+def check_variables(variables: Mapping[str, object]) -> None:
+    """Raises InvalidRequestError for names that no template could use, and for those that are taken."""
+    for name in variables:
+        if name in RESERVED_NAMES:
+            raise InvalidRequestError(
+                f"chat_template_kwargs holds {name}, which the server gives the template itself; leave it out",
+                param="chat_template_kwargs",
+            )
+        if not (name.isascii() and name.isidentifier()) or name.startswith("_"):
+            raise InvalidRequestError(
+                f"chat_template_kwargs holds {name[:40]!r}, which is no name of a variable",
+                param="chat_template_kwargs",
+            )
+
+
 def _compile(source: str, clock: Callable[[], float]) -> jinja2.Template:
     if len(source) > MAX_SOURCE_CHARS:
-        raise ModelFileError(f"tokenizer.chat_template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
+        raise ModelFileError(f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
     environment = new_environment()
 
     def strftime_now(pattern: str) -> str:
@@ -122,7 +168,7 @@ def _compile(source: str, clock: Callable[[], float]) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
-        raise ModelFileError(f"tokenizer.chat_template does not compile: {type(error).__name__}: {error}") from error
+        raise ModelFileError(f"the chat template does not compile: {type(error).__name__}: {error}") from error
 
 
 def _raise_exception(message: str) -> None:
