@@ -158,6 +158,18 @@ def test_errors_carry_param_and_code(client: OpenAI) -> None:
     assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
 
 
+def test_usage_in_every_chunk(client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    for logprobs in (None, 1):  # chunks of text alone, and others, are written differently
+        stream = client.completions.create(
+            model="tiny", prompt="go", max_tokens=6, n=2, logprobs=logprobs, stream=True, stream_options=options
+        )
+        chunks = list(stream)
+        counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+        assert len(counts) == len(chunks) and counts == sorted(counts)
+        assert counts[-1] == counts[-2] and 0 < counts[0] <= counts[-1]
+
+
 def test_cancelling_a_stream_frees_the_blocks(client: OpenAI, server: RunningServer) -> None:
     num_aborted = server.metric('request_success_total{finished_reason="abort",model_name="tiny"}')
     stream = client.completions.create(

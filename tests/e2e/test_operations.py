@@ -10,8 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Route
 from tests.e2e.conftest import ENGINE_FLAGS
 from tests.support.running_server import RunningServer, wait_until
+
+from ropeway.llm import AsyncLLM
+from ropeway.server.app import create_app
+from ropeway.server.config import ServerConfig
+from ropeway.server.tenants import KeyRing
 
 KEYS = {"sk-a": {"tenant": "a"}, "sk-b": {"tenant": "b"}}
 BODY = {"prompt": "go on", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
@@ -207,6 +213,18 @@ def test_the_page_shows_the_whole_document_and_loads_nothing(caller: httpx.Clien
         for name in schema["properties"] if schema.get("title", "").endswith("Body") else ():
             assert f"<code>{name}</code>" in page.text, name
     assert "<script" not in page.text and "src=" not in page.text and "http" not in page.text
+
+
+def test_the_document_has_every_route_and_no_other(tiny_model_path: Path, boss: httpx.Client) -> None:
+    llm = AsyncLLM(tiny_model_path, backend="reference", num_kv_blocks=8)
+    routes = [route for route in create_app(llm, ServerConfig(), KeyRing({})).routes if isinstance(route, Route)]
+    served = {
+        (route.path.replace(":path}", "}"), method.lower())
+        for route in routes
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    paths = boss.get("/openapi.json").json()["paths"]
+    assert served == {(path, method) for path, methods in paths.items() for method in methods}
 
 
 def test_every_path_of_the_document_exists(caller: httpx.Client, boss: httpx.Client) -> None:

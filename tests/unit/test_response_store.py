@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ropeway.server import response_store
+from ropeway.server.conversation import ChatMessage
 from ropeway.server.errors import UnknownRequestError
-from ropeway.server.protocol import ChatMessage
 from ropeway.server.response_store import RETENTION_S, ResponseStore
 from ropeway.server.tenants import Caller, KeyTerms
 

@@ -242,3 +242,12 @@ def test_what_the_model_advises_stands_where_nothing_is_given() -> None:
 def test_no_messages() -> None:
     with pytest.raises(InvalidRequestError, match="messages"):
         chat(messages=[])
+
+
+def test_usage_in_every_chunk_needs_usage_at_all() -> None:
+    assert not completion(stream=True).repeats_usage
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    assert completion(stream=True, stream_options=options).repeats_usage
+    with pytest.raises(InvalidRequestError, match="include_usage") as caught:
+        assert chat(stream=True, stream_options={"continuous_usage_stats": True}).repeats_usage
+    assert caught.value.param == "stream_options"

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ropeway.server.protocol import ChatMessage
+from ropeway.server.conversation import ChatMessage
 
 # Field -> the values that ask for nothing; anything else would change the prompt and is not served.
 REFUSED_TOKENIZE_FIELDS: dict[str, tuple[object, ...]] = {

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
-from ropeway.server.protocol import ChatBody, ChatMessage
+from ropeway.server.conversation import ChatMessage
+from ropeway.server.protocol import ChatBody
 
 REFUSED_MESSAGES_FIELDS: dict[str, tuple[object, ...]] = {
     "container": (),

@@ -51,6 +51,7 @@ class Generation:
     includes_usage: bool
     wishes: Wishes
     tokenizer: Tokenizer
+    repeats_usage: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -185,7 +186,9 @@ class ChunkWriter:
         self._generation = generation
         self._form = form
         self._head = orjson.dumps(_head(generation, form.chunk_name))[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if generation.includes_usage else b"]}\n\n"
+        self._fixed_tail: bytes | None = b'],"usage":null}\n\n' if generation.includes_usage else b"]}\n\n"
+        if generation.repeats_usage:
+            self._fixed_tail = None
         self._parts = {
             key: (b"data: " + self._head + form.chunk_parts(number)[0], form.chunk_parts(number)[1])
             for key, number in generation.choice_numbers().items()
@@ -198,8 +201,14 @@ class ChunkWriter:
         """What precedes every text: the role of each chat choice."""
         choices = [self._form.first_choice(number) for number in range(self._generation.num_choices)]
         return b"".join(
-            b"data: " + self._head + orjson.dumps(choice) + self._tail for choice in choices if choice is not None
+            b"data: " + self._head + orjson.dumps(choice) + self._tail() for choice in choices if choice is not None
         )
+
+    def _tail(self) -> bytes:
+        """What ends a chunk."""
+        if self._fixed_tail is not None:
+            return self._fixed_tail
+        return b'],"usage":' + orjson.dumps(self._usage.fields()) + b"}\n\n"
 
     def chunk(self, delta: Delta) -> bytes:
         """The event of one delta; nothing where it shows no text yet. Raises where the sequence could not be
@@ -212,7 +221,7 @@ class ChunkWriter:
             raise computation_error()
         before, between = self._parts[delta.request_id, delta.index]
         reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
-        return b"".join((before, orjson.dumps(delta.text), between, reason, b"}", self._tail))
+        return b"".join((before, orjson.dumps(delta.text), between, reason, b"}", self._tail()))
 
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
         """The events of some deltas, in order. Raises as `chunk` does."""
@@ -242,7 +251,7 @@ class _NewsWriter(ChunkWriter):
             raise computation_error()
         news = self._news_of[delta.request_id].push(delta)
         return b"".join(
-            b"data: " + self._head + orjson.dumps(self._form.chunk_choice(each, self._generation.wishes)) + self._tail
+            b"data: " + self._head + orjson.dumps(self._form.chunk_choice(each, self._generation.wishes)) + self._tail()
             for each in news
             if each.is_worth_telling()
         )
@@ -300,7 +309,16 @@ def _generation(
         echo=echo,
         shape=shape,
     )
-    return Generation(answer_id, model, int(time.time()), requests, body.includes_usage, wishes, tokenizer)
+    return Generation(
+        answer_id,
+        model,
+        int(time.time()),
+        requests,
+        body.includes_usage,
+        wishes,
+        tokenizer,
+        repeats_usage=body.repeats_usage,
+    )
 
 
 async def _tools_grammar(llm: AsyncLLM, use: ToolUse) -> str:

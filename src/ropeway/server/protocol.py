@@ -6,15 +6,17 @@ field is unknown and refused too, as a misspelt one would be.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ropeway.core.params import MAX_LOGPROBS, SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
+from ropeway.server.conversation import ChatMessage, conversation_of
 from ropeway.server.structured import grammar_of
-from ropeway.server.tools import ToolUse, message_calls, tool_use
+from ropeway.server.tools import ToolUse, tool_use
+from ropeway.server.validation import from_validation, json_type
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_COMPLETION_LOGPROBS = 5
@@ -40,10 +42,15 @@ _REFUSED_EVERYWHERE: dict[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "request_id": (),
+    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 REFUSED_COMPLETION_FIELDS = {
     **_REFUSED_EVERYWHERE,
@@ -60,21 +67,20 @@ REFUSED_CHAT_FIELDS = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
-# Fields of a message that clients send back from an answer. They may only be empty.
-_EMPTY_MESSAGE_FIELDS = ("function_call", "refusal", "annotations", "audio")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = Field(None, description="End with a chunk that holds the token counts.")
+    continuous_usage_stats: bool | None = Field(None, description="Every chunk holds the counts so far.")
+    include_obfuscation: bool | None = Field(None, description="Changes nothing: chunks are not padded.")
 
 
 class SamplingBody(BaseModel):
@@ -120,6 +126,16 @@ class SamplingBody(BaseModel):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def repeats_usage(self) -> bool:
+        """Whether every chunk tells the counts so far. Raises InvalidRequestError where the last one may not."""
+        is_asked = self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        if is_asked and not self.includes_usage:
+            raise InvalidRequestError(
+                "stream_options.continuous_usage_stats needs include_usage to be true", param="stream_options"
+            )
+        return is_asked
 
     @property
     def echoes(self) -> bool:
@@ -225,21 +241,6 @@ class CompletionBody(SamplingBody):
         )
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-
-
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
@@ -286,11 +287,6 @@ class ChatBody(SamplingBody):
         return conversation_of(self.messages)
 
 
-def conversation_of(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
-    """The messages for the chat template: role, content as one text, name. Raises InvalidRequestError."""
-    return [_plain_message(index, message) for index, message in enumerate(messages)]
-
-
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -302,7 +298,7 @@ def parse_body(
 ) -> Body:
     """A validated body from decoded JSON. Raises InvalidRequestError or UnsupportedFieldError naming the field."""
     if not isinstance(fields, dict):
-        raise InvalidRequestError(f"the body must be a JSON object, not {_json_type(fields)}")
+        raise InvalidRequestError(f"the body must be a JSON object, not {json_type(fields)}")
     kept = {}
     for name, value in fields.items():
         if name in refused:
@@ -315,7 +311,7 @@ def parse_body(
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        raise _from_validation(error) from None
+        raise from_validation(error) from None
 
 
 def _is_same(value: object, neutral: object) -> bool:
@@ -323,91 +319,8 @@ def _is_same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _from_validation(error: ValidationError) -> InvalidRequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
-    param = str(first["loc"][0]) if first["loc"] else None
-    match first["type"]:
-        case "extra_forbidden":
-            return InvalidRequestError(
-                f"unknown field {path[:100]!r}; see docs/serving.md for those served", param=param
-            )
-        case "missing":
-            return InvalidRequestError(f"{path} is required", param=param)
-    given = _json_type(first["input"])
-    return InvalidRequestError(f"{path}: {first['msg'][:1].lower()}{first['msg'][1:]}, not {given}", param=param)
-
-
-def _json_type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return f"the number {value}"
-        case str():
-            return f"the string {value[:40]!r}"
-        case list():
-            return "an array" if value else "an empty array"
-        case _:
-            return "an object"
-
-
 def _bias_token_id(key: str) -> int:
     # isdecimal takes no sign, space or underscore, which int() would.
     if not (key.isascii() and key.isdecimal() and len(key) < 12):
         raise InvalidRequestError(f"logit_bias has the key {key[:40]!r}; keys are token ids", param="logit_bias")
     return int(key)
-
-
-def _plain_message(index: int, message: ChatMessage) -> dict[str, object]:
-    where = f"messages.{index}"
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise UnsupportedFieldError(
-            f"{where}.role {message.role[:40]!r} is not supported; supported: {', '.join(_ROLES)}", param="messages"
-        )
-    extra = dict(message.model_extra or {})
-    calls = message_calls(where, extra.pop("tool_calls", None) or [])
-    if calls and role != "assistant":
-        raise InvalidRequestError(f"{where}.tool_calls belongs to an assistant's message", param="messages")
-    call_id = extra.pop("tool_call_id", None)
-    extra.pop("reasoning_content", None)  # what was thought before is not said again
-    for name, value in extra.items():
-        if name not in _EMPTY_MESSAGE_FIELDS:
-            raise InvalidRequestError(f"unknown field '{where}.{name[:40]}'", param="messages")
-        if value:
-            raise UnsupportedFieldError(f"{where}.{name} is not supported; leave it out", param="messages")
-    content = "" if calls and message.content is None else _plain_content(where, message.content)
-    plain: dict[str, object] = {"role": role, "content": content}
-    if calls:
-        plain["tool_calls"] = calls
-    if call_id is not None:
-        plain["tool_call_id"] = call_id
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
-
-
-def _plain_content(where: str, content: str | list[dict[str, Any]] | None) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise InvalidRequestError(f"{where}.content is required", param="messages")
-    texts = []
-    for number, fields in enumerate(content):
-        try:
-            part = ContentPart.model_validate({key: fields[key] for key in ("type", "text") if key in fields})
-        except ValidationError as error:
-            raise InvalidRequestError(
-                f"{where}.content.{number}: {_from_validation(error)}", param="messages"
-            ) from None
-        if part.type != "text":
-            raise UnsupportedFieldError(
-                f"{where}.content.{number} is of type {part.type[:40]!r}; only text is supported", param="messages"
-            )
-        if part.text is None:
-            raise InvalidRequestError(f"{where}.content.{number}.text is required", param="messages")
-        texts.append(part.text)
-    return "\n".join(texts)

@@ -14,9 +14,10 @@ from ropeway.llm import AsyncLLM
 from ropeway.server.access import caller_of
 from ropeway.server.answering import AnswerSender
 from ropeway.server.config import ServerConfig
+from ropeway.server.conversation import ChatMessage
 from ropeway.server.errors import UnknownRequestError, json_response
 from ropeway.server.openai import start_chat
-from ropeway.server.protocol import ChatMessage, parse_body
+from ropeway.server.protocol import parse_body
 from ropeway.server.reading import read_json
 from ropeway.server.request_book import RequestBook
 from ropeway.server.request_ids import request_id_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import orjson
 
+from ropeway.server.conversation import ChatMessage
 from ropeway.server.errors import UnknownRequestError
-from ropeway.server.protocol import ChatMessage
 from ropeway.server.responses import LiveResponse
 from ropeway.server.tenants import Caller
 

@@ -15,9 +15,9 @@ from ropeway.engine.output_stream import OutputStream
 from ropeway.errors import RopewayError
 from ropeway.outputs import Delta
 from ropeway.server.choices import ChoiceNews
+from ropeway.server.conversation import ChatMessage
 from ropeway.server.errors import error_body
 from ropeway.server.openai import Generation, Usage, computation_error
-from ropeway.server.protocol import ChatMessage
 from ropeway.server.responses_body import ResponsesBody, call_message
 
 Event = dict[str, Any]

@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
-from ropeway.server.protocol import INERT_FIELDS, ChatBody, ChatMessage
+from ropeway.server.conversation import ChatMessage
+from ropeway.server.protocol import INERT_FIELDS, ChatBody
 
 REFUSED_RESPONSES_FIELDS: dict[str, tuple[object, ...]] = {
     "context_management": ([],),

@@ -11,10 +11,11 @@ from ropeway.inputs import EncodedPrompt
 from ropeway.llm import AsyncLLM
 from ropeway.server.bodies import REFUSED_TOKENIZE_FIELDS, DetokenizeBody, TokenizeBody
 from ropeway.server.config import ServerConfig
+from ropeway.server.conversation import conversation_of
 from ropeway.server.errors import json_response
 from ropeway.server.logprobs import token_text
 from ropeway.server.openai import check_served, off_loop_if_long
-from ropeway.server.protocol import conversation_of, parse_body
+from ropeway.server.protocol import parse_body
 from ropeway.server.reading import read_json
 from ropeway.server.tools import tool_use
 
