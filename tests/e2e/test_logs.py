@@ -26,6 +26,7 @@ from tests.support.running_server import RunningServer, wait_until
 from ropeway.server.failures import FailureGuard
 from ropeway.server.logs import begin_logging
 from ropeway.server.request_ids import RequestIds
+from ropeway.server.traffic import Traffic
 
 SECRETS = ("s3cret-0f-lab", "b0ss-key", "wr0ng-key", "qu3ry-key", "f1le-key")
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -113,7 +114,7 @@ async def test_a_failure_is_logged_with_its_request_and_told_to_nobody(json_log:
 
     app = Starlette(routes=[Route("/fails", fails, methods=["POST"]), Route("/breaks-off", breaks_off)])
     app.add_middleware(FailureGuard)
-    app.add_middleware(RequestIds, has_access_log=True)
+    app.add_middleware(RequestIds, has_access_log=True, traffic=Traffic())
     transport = httpx.ASGITransport(app)
     headers = {"x-request-id": "mine-3", "Authorization": f"Bearer {SECRETS[0]}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:

@@ -18,6 +18,7 @@ from ropeway.llm import AsyncLLM
 from ropeway.server.app import create_app
 from ropeway.server.config import ServerConfig
 from ropeway.server.tenants import KeyRing
+from ropeway.server.traffic import Traffic
 
 KEYS = {"sk-a": {"tenant": "a"}, "sk-b": {"tenant": "b"}}
 BODY = {"prompt": "go on", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
@@ -217,7 +218,9 @@ def test_the_page_shows_the_whole_document_and_loads_nothing(caller: httpx.Clien
 
 def test_the_document_has_every_route_and_no_other(tiny_model_path: Path, boss: httpx.Client) -> None:
     llm = AsyncLLM(tiny_model_path, backend="reference", num_kv_blocks=8)
-    routes = [route for route in create_app(llm, ServerConfig(), KeyRing({})).routes if isinstance(route, Route)]
+    routes = [
+        route for route in create_app(llm, ServerConfig(), KeyRing({}), Traffic()).routes if isinstance(route, Route)
+    ]
     served = {
         (route.path.replace(":path}", "}"), method.lower())
         for route in routes

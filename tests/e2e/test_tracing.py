@@ -28,6 +28,7 @@ from ropeway.server.app import create_app
 from ropeway.server.config import ServerConfig
 from ropeway.server.tenants import KeyRing, KeyTerms
 from ropeway.server.tracing import RequestTraces, open_traces
+from ropeway.server.traffic import Traffic
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET, TEXT = "s3cret-key", "pelican"
@@ -39,7 +40,7 @@ async def traced(model: Path, **options: object) -> AsyncIterator[tuple[httpx.As
     exporter = InMemorySpanExporter()
     llm = AsyncLLM(model, backend="reference", num_kv_blocks=64, **options)
     keys = KeyRing({SECRET: KeyTerms(tenant="lab")}, "boss")
-    app = create_app(llm, ServerConfig(), keys, RequestTraces(SimpleSpanProcessor(exporter)))
+    app = create_app(llm, ServerConfig(), keys, Traffic(), RequestTraces(SimpleSpanProcessor(exporter)))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=HEADERS) as http,

@@ -62,7 +62,7 @@ class RequestIds:
         finally:
             # Before a route was found, only a path that is one says more than that.
             route = scope["route"].path if "route" in scope else scope["path"]
-            self._traffic.count(scope["method"], route, status or CLIENT_CLOSED_REQUEST)
+            self._traffic.count(scope["method"], route, scope[STATUS] or CLIENT_CLOSED_REQUEST)
             if self._has_access_log:
                 log_access(scope, scope[STATUS], 1000 * (time.monotonic() - start_s))
 
