@@ -1,5 +1,5 @@
 # `make serve` and `make test` are all a newcomer needs; each does its own set-up. Paths are relative: the clone may be anywhere.
-.PHONY: help setup serve test sanitize lint format oracle evidence-numerics evidence-peers evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas evidence-fuzz evidence-lm-eval evidence-schemathesis \
+.PHONY: help setup serve test sanitize lint format oracle evidence-numerics evidence-peers evidence-kernels evidence-overheads evidence-batching evidence-scheduler-cost evidence-exhaustive evidence-scheduler-walk evidence-schemas evidence-fuzz evidence-lm-eval evidence-schemathesis \
 	evidence-interference evidence-no-collapse evidence-fairness evidence-slo evidence-replay evidence-bounds evidence-soak evidence-side-effects invariance wheel clean
 .DEFAULT_GOAL := help
 
@@ -52,6 +52,10 @@ evidence-numerics: ## native against float32 over the texts of benchmarks/texts,
 evidence-peers: ## Ropeway beside llama.cpp and OpenVINO, interleaved (about 105 minutes; ARGS="--rows c32" for less)
 	@scripts/setup.sh dev
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/peers.py $(ARGS)
+
+evidence-kernels: ## every product as a share of the machine's limits, hot and cold, one thread and two (about 10 minutes)
+	@scripts/setup.sh dev
+	@scripts/env.sh $(PYTHON_VENV) benchmarks/kernels.py --record $(ARGS)
 
 evidence-overheads: ## what Ropeway costs around its kernels: engine thread, lock, HTTP, busy core, start, memory (about 20 minutes)
 	@scripts/setup.sh dev

@@ -1,24 +1,24 @@
 """Roofline of the gemm kernels: the machine's limits, then every kernel as a fraction of them.
 
 Limits: multiply-add rate of the int8 and float32 ports (loops without a memory operand) and read bandwidth, on 1 and 2
-threads. A product's limit is the slower of its multiply-adds at the port peak and, where the weights rotate through
-more memory than the caches hold (`--cold-mib`), its packed bytes at the read bandwidth. The best of `--repeats` is kept
-on both sides.
+threads. Every product is measured with its weights in the caches ("hot"), and up to `--cold-rows` rows also with
+weights that rotate through more memory than the caches hold ("cold"), as a decoding step finds them. Its limit is the
+slower of its multiply-adds at the port peak and, cold, its packed bytes at the read bandwidth. Clocks drift, so the
+port peak is measured anew beside each of `--repeats` runs; the share is the median over these pairs.
 
-    python benchmarks/kernels.py [--forms Q4_1 Q8_0] [--rows 1 32] [--json FILE]
+    python benchmarks/kernels.py [--forms Q4_1 Q8_0] [--rows 1 32] [--record]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import statistics
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
+from harness.results import new_document, result_path, save
 from ropeway import _native
 from ropeway.model.weights import TensorType
 
@@ -46,7 +46,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One product x[rows, k] @ w[n, k]^T. share: of its limit, which is `arithmetic` or `memory`."""
+    """One product x[rows, k] @ w[n, k]^T; medians of the repeats.
+
+    share: of its limit, which is `arithmetic` or `memory`. port_share: of the port peak, whatever the limit.
+    """
 
     form: str
     shape: str
@@ -54,11 +57,13 @@ class Measurement:
     k: int
     rows: int
     num_threads: int
+    is_cold: bool
     seconds: float
     multiply_adds_per_s: float
     weight_bytes_per_s: float
     limit: str
     share: float
+    port_share: float
 
 
 def measure_limits(num_threads: int, cold_bytes: int, repeats: int) -> Limits:
@@ -84,31 +89,40 @@ def random_weights(form: str, n: int, k: int, rng: np.random.Generator) -> _nati
 
 
 def measure(
-    form: str, shape: str, w: _native.PackedMatrix, rows: int, limits: Limits, options: argparse.Namespace
+    form: str,
+    shape: str,
+    w: _native.PackedMatrix,
+    rows: int,
+    is_cold: bool,
+    limits: Limits,
+    options: argparse.Namespace,
 ) -> Measurement:
     x = np.random.default_rng(rows).standard_normal((rows, w.k), dtype=np.float32)
-    is_cold = rows <= options.cold_rows
     copies = -(-options.cold_mib * 2**20 // w.num_bytes) if is_cold else 1
-    work = rows * w.n * w.k
-    num_products = max(1, int(options.slice_s * 3e10 / work), copies if is_cold else 1)
-    seconds = min(
-        _native.time_gemm(options.isa, w, x, limits.num_threads, copies, num_products) for _ in range(options.repeats)
-    )
-    peak = limits.int8_per_s if TensorType(form).block_size > 1 else limits.f32_per_s
-    times = {"arithmetic": work / peak, "memory": w.num_bytes / limits.read_bytes_per_s if is_cold else 0.0}
-    limit = max(times, key=lambda name: times[name])
+    work, threads = rows * w.n * w.k, limits.num_threads
+    num_products = max(1, int(options.slice_s * 3e10 / work), copies)
+    peak = _native.peak_int8_per_s if TensorType(form).block_size > 1 else _native.peak_f32_per_s
+    times, port_shares = [], []
+    for _ in range(options.repeats):
+        before = peak(threads, 0.002)
+        times.append(_native.time_gemm(options.isa, w, x, threads, copies, num_products))
+        port_shares.append(work / times[-1] / max(before, peak(threads, 0.002)))
+    seconds, port_share = statistics.median(times), statistics.median(port_shares)
+    memory_share = w.num_bytes / seconds / limits.read_bytes_per_s if is_cold else 0.0
     return Measurement(
         form,
         shape,
         w.n,
         w.k,
         rows,
-        limits.num_threads,
+        threads,
+        is_cold,
         seconds,
         work / seconds,
         w.num_bytes / seconds,
-        limit,
-        times[limit] / seconds,
+        "memory" if memory_share > port_share else "arithmetic",
+        max(memory_share, port_share),
+        port_share,
     )
 
 
@@ -127,13 +141,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="activation rows M")
     parser.add_argument("--threads", nargs="+", type=int, default=(1, 2))
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of which the best is kept (default 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of peak and product (default 5)")
     parser.add_argument(
         "--slice-s", type=float, default=0.01, help="aimed length of a measurement, seconds (default 0.01)"
     )
-    parser.add_argument("--cold-rows", type=int, default=1, help="up to this M weights come from memory (default 1)")
-    parser.add_argument("--cold-mib", type=int, default=160, help="memory to rotate them through, MiB (default 160)")
-    parser.add_argument("--json", type=Path, help="also write limits and measurements here")
+    parser.add_argument("--cold-rows", type=int, default=64, help="largest M measured cold too (default 64)")
+    parser.add_argument("--cold-mib", type=int, default=96, help="memory to rotate weights through, MiB (default 96)")
+    parser.add_argument("--record", action="store_true", help="write limits and measurements to benchmarks/results")
     return parser.parse_args()
 
 
@@ -142,25 +156,28 @@ def main() -> int:
     all_limits = [measure_limits(t, options.cold_mib * 2**20, options.repeats) for t in options.threads]
     for limits in all_limits:
         print_limits(limits)
-    print("share of the limit (m: memory), G multiply-adds/s in brackets; columns: rows of activations")
-    print(f"{'form':5} {'shape':11} {'threads':7} " + " ".join(f"{r:>10}" for r in options.rows))
+    print("share of the port peak (m: of the read bandwidth, where that is more); columns: rows of activations")
+    print(f"{'form':5} {'shape':11} threads weights " + " ".join(f"{rows:>5}" for rows in options.rows))
     measurements: list[Measurement] = []
     rng = np.random.default_rng(0)
     for form in options.forms:
         for shape in options.shapes:
             w = random_weights(form, *SHAPES[shape], rng)
             for limits in all_limits:
-                print(f"{form:5} {shape:11} {limits.num_threads:7} ", end="", flush=True)
-                for rows in options.rows:
-                    m = measure(form, shape, w, rows, limits, options)
-                    measurements.append(m)
-                    mark = "m" if m.limit == "memory" else " "
-                    print(f"{m.share:4.2f}{mark}({m.multiply_adds_per_s / 1e9:3.0f}) ", end="", flush=True)
-                print()
-    if options.json:
-        record = {"machine": platform.processor() or platform.machine(), "isa": options.isa}
-        record |= {"limits": [asdict(x) for x in all_limits], "measurements": [asdict(m) for m in measurements]}
-        options.json.write_text(json.dumps(record, indent=1))
+                for is_cold in (False, True):
+                    print(f"{form:5} {shape:11} {limits.num_threads:7} {'cold' if is_cold else 'hot':7} ", end="")
+                    for rows in options.rows:
+                        if is_cold and rows > options.cold_rows:
+                            continue
+                        m = measure(form, shape, w, rows, is_cold, limits, options)
+                        measurements.append(m)
+                        print(f"{m.share:4.2f}{'m' if m.limit == 'memory' else ' '} ", end="", flush=True)
+                    print()
+    if options.record:
+        document = new_document("kernels", vars(options) | {"seed": 0})
+        document |= {"limits": [asdict(x) for x in all_limits], "measurements": [asdict(m) for m in measurements]}
+        save(result_path(document), document)
+        print(result_path(document))
     return 0
 
 

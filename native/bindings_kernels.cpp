@@ -14,9 +14,11 @@
 #include <vector>
 
 #include "isa.h"
+#include "memory.h"
 #include "packing.h"
 #include "roofline.h"
 #include "thread_pool.h"
+#include "tile_chunks.h"
 
 namespace nb = nanobind;
 
@@ -144,22 +146,31 @@ double time_gemm(const std::string& isa, const OwnedMatrix& m, const Floats& x, 
   const int num_rows = int(x.shape(0));
   QuantisedRows q(x);
   if (m.w.form == Form::U4 || m.w.form == Form::S8) kernels.quantize_rows(q.a, 0, num_rows);
-  std::vector<float> out(size_t(num_rows) * m.w.n);
-  const size_t stride = (packed_bytes(m.w) + 4095) / 4096 * 4096;
-  std::unique_ptr<uint8_t[]> storage(new uint8_t[stride * copies + 64]);
-  uint8_t* data = storage.get() + (-reinterpret_cast<uintptr_t>(storage.get()) & 63);
-  for (int i = 0; i < copies; i++) std::copy_n(m.w.data, packed_bytes(m.w), data + i * stride);
+  Arena memory;
+  const int64_t ld_out = m.w.n_padded | (2 * kLanes);  // as the executable's buffers
+  float* const out = memory.allocate<float>(num_rows * ld_out);
+  std::fill_n(out, num_rows * ld_out, 0.0f);
+  std::vector<uint8_t*> weights;
+  for (int i = 0; i < copies; i++) {
+    weights.push_back(memory.allocate<uint8_t>(int64_t(packed_bytes(m.w))));
+    std::copy_n(m.w.data, packed_bytes(m.w), weights.back());
+  }
   ThreadPool pool(num_threads);
-  const int chunk = gemm_chunk_columns(m.w, num_rows, num_threads);
-  std::vector<int32_t> num_chunks(num_products, (m.w.n + chunk - 1) / chunk);
+  const TileChunks chunks =
+      cut_tiles(m.w.n_padded / kTileColumns, double(m.w.k) * kTileColumns * num_rows, num_threads);
+  std::vector<int32_t> num_chunks(num_products, chunks.num_chunks);
   nb::gil_scoped_release released;
+  const auto run = [&](int num_phases) {
+    pool.run(num_chunks.data(), num_phases, [&](int phase, int chunk, int) {
+      PackedMatrix w = m.w;
+      w.data = weights[phase % copies];
+      kernels.gemm(w, q.a, 0, num_rows, chunks.begin(chunk) * kTileColumns,
+                   std::min(w.n, chunks.begin(chunk + 1) * kTileColumns), out, ld_out);
+    });
+  };
+  run(1);  // wakes the threads
   const auto start = std::chrono::steady_clock::now();
-  pool.run(num_chunks.data(), num_products, [&](int phase, int index, int) {
-    PackedMatrix w = m.w;
-    w.data = data + phase % copies * stride;
-    const int col0 = index * chunk, col1 = std::min(w.n, col0 + chunk);
-    kernels.gemm(w, q.a, 0, num_rows, col0, col1, out.data(), w.n);
-  });
+  run(num_products);
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / num_products;
 }
 

@@ -74,16 +74,15 @@ int Executable::add_cache_group(int num_layers, int num_kv_heads, int head_dim) 
 int Executable::add_matrix(TensorType type, int n, int k, std::span<const uint8_t> data) {
   if (n < 1 || k < 1 || data.size() != row_bytes(type, k) * n)
     refuse("a matrix of ", n, " x ", k, " in ", data.size(), " bytes");
-  Matrix& matrix = matrices_.emplace_back();
-  matrix.packed = packed_shape(type, n, k);
-  const size_t num_bytes = ropeway::packed_bytes(matrix.packed);
-  matrix.storage = allocate<uint8_t>(static_cast<int64_t>(num_bytes));
-  matrix.packed.data = matrix.storage.get();
-  packed_bytes_ += static_cast<int64_t>(num_bytes);
+  PackedMatrix& matrix = matrices_.emplace_back(packed_shape(type, n, k));
+  const int64_t num_bytes = static_cast<int64_t>(ropeway::packed_bytes(matrix));
+  uint8_t* const packed = weights_.allocate<uint8_t>(num_bytes);
+  matrix.data = packed;
+  packed_bytes_ += num_bytes;
   const TensorRows rows{type, n, data.data()};
   const int columns = std::max(1, (1 << 16) / k / kTileColumns) * kTileColumns;
   pool_.parallel_for(ceil_div(n, columns), [&](int chunk, int) {
-    pack_columns(matrix.packed, {&rows, 1}, chunk * columns, std::min(n, (chunk + 1) * columns), matrix.storage.get());
+    pack_columns(matrix, {&rows, 1}, chunk * columns, std::min(n, (chunk + 1) * columns), packed);
   });
   return static_cast<int>(matrices_.size()) - 1;
 }
@@ -101,7 +100,7 @@ int Executable::add_vector(std::span<const float> values) {
 }
 
 int Executable::add_turns(std::span<const double> frequencies) {
-  turns_.push_back({{frequencies.begin(), frequencies.end()}, nullptr});
+  turns_.push_back({{frequencies.begin(), frequencies.end()}});
   return static_cast<int>(turns_.size()) - 1;
 }
 
@@ -163,7 +162,7 @@ void Executable::add_rows_phase(std::string label, bool is_selected, std::vector
 
 void Executable::add_product_phase(std::string label, bool is_selected, int x, std::vector<Product> products) {
   for (const Product& product : products) {
-    const PackedMatrix& w = matrices_.at(product.matrix).packed;
+    const PackedMatrix& w = matrices_.at(product.matrix);
     check_buffer(x, w.k, "linear");
     check_buffer(product.out, w.n, "linear");
     if (product.out == x) refuse("a linear writes the buffer that it reads");
@@ -175,8 +174,9 @@ void Executable::add_product_phase(std::string label, bool is_selected, int x, s
   phase.label = std::move(label);
   phase.is_selected = is_selected;
   phase.x = x;
-  phase.chunk_columns.resize(products.size());
-  phase.first_chunk.resize(products.size() + 1);
+  phase.first_tile.push_back(0);
+  for (const Product& product : products)
+    phase.first_tile.push_back(phase.first_tile.back() + matrices_[product.matrix].n_padded / kTileColumns);
   phase.products = std::move(products);
 }
 
@@ -287,20 +287,18 @@ void Executable::reserve_rows(int64_t num_rows) {
   if (num_rows <= num_rows_reserved_) return;
   int64_t capacity = 8;
   while (capacity < num_rows) capacity *= 2;
+  row_memory_ = Arena{};
   for (size_t i = 0; i < buffers_.size(); ++i) {
     Buffer& buffer = buffers_[i];
-    if (static_cast<int>(i) != logits_buffer_) {
-      buffer.storage = allocate<float>(capacity * buffer.ld);
-      buffer.data = buffer.storage.get();
-    }
+    if (static_cast<int>(i) != logits_buffer_) buffer.data = row_memory_.allocate<float>(capacity * buffer.ld);
     if (buffer.is_coded) {
-      buffer.coded = allocate<CodedGroup>(capacity * (buffer.width / kGroup));
-      buffer.scales = allocate<float>(capacity);
+      buffer.coded = row_memory_.allocate<CodedGroup>(capacity * (buffer.width / kGroup));
+      buffer.scales = row_memory_.allocate<float>(capacity);
     }
-    if (buffer.is_wide) buffer.wide = allocate<WideGroup>(capacity * (buffer.width / kGroup));
+    if (buffer.is_wide) buffer.wide = row_memory_.allocate<WideGroup>(capacity * (buffer.width / kGroup));
   }
   for (Turns& turns : turns_)
-    turns.rows = allocate<float>(capacity * 2 * static_cast<int64_t>(turns.frequencies.size()));
+    turns.rows = row_memory_.allocate<float>(capacity * 2 * static_cast<int64_t>(turns.frequencies.size()));
   num_rows_reserved_ = capacity;
 }
 
@@ -378,7 +376,7 @@ void Executable::count_work(int num_tokens, int num_selected) {
     }
     const int64_t num_rows = phase.is_selected ? num_selected : num_tokens;
     for (const Product& product : phase.products) {
-      const PackedMatrix& w = matrices_[product.matrix].packed;
+      const PackedMatrix& w = matrices_[product.matrix];
       const bool is_quantised = w.form == Form::U4 || w.form == Form::S8;
       (is_quantised ? work_.int8_multiply_adds : work_.f32_multiply_adds) += num_rows * w.n * w.k;
       if (num_rows > 0) work_.bytes_read += static_cast<int64_t>(ropeway::packed_bytes(w));
@@ -487,31 +485,29 @@ int32_t Executable::plan_phase(Phase& phase, int num_tokens, int num_selected) {
     phase.rows_per_chunk = std::clamp(ceil_div(num_rows, 4 * pool_.num_threads()), 1, 16);
     return ceil_div(num_rows, phase.rows_per_chunk);
   }
-  phase.first_chunk[0] = 0;
-  for (size_t i = 0; i < phase.products.size(); ++i) {
-    const PackedMatrix& w = matrices_[phase.products[i].matrix].packed;
-    phase.chunk_columns[i] = gemm_chunk_columns(w, num_rows, pool_.num_threads());
-    phase.first_chunk[i + 1] = phase.first_chunk[i] + ceil_div(w.n, phase.chunk_columns[i]);
-  }
-  return phase.first_chunk.back() * ceil_div(num_rows, kMaxProductRows);
+  const double tile_multiply_adds =
+      double{kTileColumns} * buffers_[phase.x].width * std::min(num_rows, kMaxProductRows);
+  phase.tile_chunks = cut_tiles(phase.first_tile.back(), tile_multiply_adds, pool_.num_threads());
+  return phase.tile_chunks.num_chunks * ceil_div(num_rows, kMaxProductRows);
 }
 
 Activations Executable::activations(int index) const {
   const Buffer& b = buffers_[index];
-  return {b.data, b.ld, b.width, b.coded.get(), b.scales.get(), b.wide.get()};
+  return {b.data, b.ld, b.width, b.coded, b.scales, b.wide};
 }
 
 void Executable::run_product(const Phase& phase, int chunk, int num_rows) {
-  const int per_block = phase.first_chunk.back();
-  const int row0 = chunk / per_block * kMaxProductRows, row1 = std::min(num_rows, row0 + kMaxProductRows);
-  const int column_chunk = chunk % per_block;
-  size_t i = 0;
-  while (column_chunk >= phase.first_chunk[i + 1]) ++i;
-  const PackedMatrix& w = matrices_[phase.products[i].matrix].packed;
-  const int col0 = (column_chunk - phase.first_chunk[i]) * phase.chunk_columns[i];
-  const Buffer& out = buffers_[phase.products[i].out];
-  kernels_.gemm(w, activations(phase.x), row0, row1, col0, std::min(w.n, col0 + phase.chunk_columns[i]), out.data,
-                out.ld);
+  const TileChunks& chunks = phase.tile_chunks;
+  const int row0 = chunk / chunks.num_chunks * kMaxProductRows, row1 = std::min(num_rows, row0 + kMaxProductRows);
+  const int32_t begin = chunks.begin(chunk % chunks.num_chunks), end = chunks.begin(chunk % chunks.num_chunks + 1);
+  for (size_t i = 0; i < phase.products.size(); ++i) {
+    const int32_t tile0 = std::max(begin, phase.first_tile[i]), tile1 = std::min(end, phase.first_tile[i + 1]);
+    if (tile0 >= tile1) continue;
+    const PackedMatrix& w = matrices_[phase.products[i].matrix];
+    const Buffer& out = buffers_[phase.products[i].out];
+    kernels_.gemm(w, activations(phase.x), row0, row1, (tile0 - phase.first_tile[i]) * kTileColumns,
+                  std::min(w.n, (tile1 - phase.first_tile[i]) * kTileColumns), out.data, out.ld);
+  }
 }
 
 KvBlocks Executable::kv_blocks(const AttentionShape& shape, int layer, int item, int head) const {
@@ -597,7 +593,7 @@ void Executable::run_rows(const Phase& phase, int row0, int row1) {
         const Turns& turns = turns_[op.table];
         const int64_t pairs = static_cast<int64_t>(turns.frequencies.size());
         for (int row = row0; row < row1; ++row) {
-          float* cosines = turns.rows.get() + row * 2 * pairs;
+          float* cosines = turns.rows + row * 2 * pairs;
           for (int64_t i = 0; i < pairs; ++i) {
             const double angle = batch_->positions[token0_ + row] * turns.frequencies[i];
             cosines[i] = static_cast<float>(std::cos(angle));
@@ -619,7 +615,7 @@ void Executable::run_rows(const Phase& phase, int row0, int row1) {
         kernels_.quantize_rows(activations(op.out), row0, row1);
         break;
       case RowOpKind::Rope:
-        kernels_.rope(view(op.out), op.rope_shape, turns_[op.table].rows.get(), row0, row1);
+        kernels_.rope(view(op.out), op.rope_shape, turns_[op.table].rows, row0, row1);
         break;
       case RowOpKind::KvWrite: {
         const KvPool& pool = groups_[op.table];

@@ -13,6 +13,7 @@
 #include "memory.h"
 #include "packing.h"
 #include "thread_pool.h"
+#include "tile_chunks.h"
 
 namespace ropeway {
 
@@ -107,13 +108,9 @@ class Executable {
     int64_t ld;
     float* data = nullptr;
     bool is_coded = false, is_wide = false;  // has a reader of that view
-    Memory<float> storage, scales;
-    Memory<CodedGroup> coded;
-    Memory<WideGroup> wide;
-  };
-  struct Matrix {
-    PackedMatrix packed;
-    Memory<uint8_t> storage;
+    float* scales = nullptr;
+    CodedGroup* coded = nullptr;
+    WideGroup* wide = nullptr;
   };
   struct Embedding {
     TensorType type;
@@ -122,7 +119,7 @@ class Executable {
   };
   struct Turns {
     std::vector<double> frequencies;
-    Memory<float> rows;  // [T][2 * pairs]
+    float* rows = nullptr;  // [T][2 * pairs]
   };
   struct Phase {
     std::string label;
@@ -130,7 +127,8 @@ class Executable {
     std::vector<RowOp> ops;
     int x = 0;
     std::vector<Product> products;
-    std::vector<int32_t> chunk_columns, first_chunk;  // per product, this pass
+    std::vector<int32_t> first_tile;  // of each product, its tiles laid end to end; then their number
+    TileChunks tile_chunks;           // this pass
     bool is_attention = false;
     AttentionOp attention = {};
     int attention_shape = 0;
@@ -182,7 +180,8 @@ class Executable {
   const int block_size_, num_kv_blocks_;
   std::vector<Buffer> buffers_;
   std::vector<KvPool> groups_;
-  std::vector<Matrix> matrices_;
+  std::vector<PackedMatrix> matrices_;
+  Arena weights_, row_memory_;
   std::vector<Embedding> embeddings_;
   std::vector<std::vector<float>> vectors_;
   std::vector<Turns> turns_;

@@ -15,6 +15,7 @@ namespace {
 
 constexpr size_t kCacheLine = 64;
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kSlab = size_t{32} << 20;  // what is not used of it costs no memory
 
 void ask_for_huge_pages(void* p, size_t num_bytes) {
 #ifdef MADV_HUGEPAGE
@@ -37,6 +38,24 @@ void* allocate_bytes(size_t num_bytes) {
 #endif
   if (alignment == kHugePage) ask_for_huge_pages(p, num_bytes / kHugePage * kHugePage);
   return p;
+}
+
+void* Arena::allocate_piece(size_t num_bytes) {
+#ifdef __SANITIZE_ADDRESS__
+  const bool is_alone = true;  // the sanitizer watches the ends of allocations
+#else
+  const bool is_alone = num_bytes > kSlab / 4;
+#endif
+  if (is_alone) return slabs_.emplace_back(static_cast<uint8_t*>(allocate_bytes(num_bytes))).get();
+  const size_t num_taken = (num_bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  if (num_taken > num_left_) {
+    next_ = slabs_.emplace_back(static_cast<uint8_t*>(allocate_bytes(kSlab))).get();
+    num_left_ = kSlab;
+  }
+  uint8_t* piece = next_;
+  next_ += num_taken;
+  num_left_ -= num_taken;
+  return piece;
 }
 
 #ifdef __SANITIZE_ADDRESS__

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace ropeway {
 
@@ -18,6 +19,24 @@ template <class T>
 Memory<T> allocate(int64_t n) {
   return Memory<T>(static_cast<T*>(allocate_bytes(static_cast<size_t>(n) * sizeof(T))));
 }
+
+// Many pieces that are freed together, side by side: in huge pages though each is smaller than one. A model's weights
+// and activations in small pages are more than the processor's table of pages holds, and every one costs a walk.
+class Arena {
+ public:
+  // n values, not initialised, aligned to cache lines; they live as long as the arena. Throws std::bad_alloc.
+  template <class T>
+  T* allocate(int64_t n) {
+    return static_cast<T*>(allocate_piece(static_cast<size_t>(n) * sizeof(T)));
+  }
+
+ private:
+  void* allocate_piece(size_t num_bytes);
+
+  std::vector<Memory<uint8_t>> slabs_;
+  uint8_t* next_ = nullptr;
+  size_t num_left_ = 0;
+};
 
 // Zeros that cost no memory until they are touched. Throws std::bad_alloc.
 class LazyZeros {

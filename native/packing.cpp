@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cassert>
-#include <climits>
 #include <cstring>
 
 namespace ropeway {
@@ -203,24 +202,6 @@ void unpack_row(const PackedMatrix& w, int row, float* out) {
   }
   int size = value_bytes(w.form);
   for (int i = 0; i < w.k; i++) out[i] = load_value(w.form, tile + (size_t(i) * kTileColumns + column) * size);
-}
-
-// Small enough that a thread slowed by other work holds the rest up by a few per cent at most; large enough that
-// claiming a chunk (tens of ns) and starting its stream of weights do not show.
-int gemm_chunk_columns(const PackedMatrix& w, int num_rows, int num_threads) {
-  constexpr double kChunkMultiplyAdds = 2e6;
-  int tiles = w.n_padded / kTileColumns;
-  double tile_work = double(w.k) * kTileColumns * num_rows;
-  int wanted = std::max(1, int(kChunkMultiplyAdds / tile_work));
-  int fair = std::max(1, tiles / (4 * std::max(1, num_threads)));
-  // Of the sizes down to half of what is allowed, the one with which threads of equal speed end soonest.
-  const int limit = std::min(wanted, fair);
-  int best = limit, best_end = INT_MAX;
-  for (int size = limit; size > limit / 2; size--) {
-    int chunks = (tiles + size - 1) / size, rounds = (chunks + num_threads - 1) / num_threads;
-    if (rounds * size < best_end) best = size, best_end = rounds * size;
-  }
-  return best * kTileColumns;
 }
 
 }  // namespace ropeway

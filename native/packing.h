@@ -43,10 +43,6 @@ void pack_columns(const PackedMatrix& w, std::span<const TensorRows> tensors, in
 // out[k] = output `row` of w, dequantised: code * d (U4: d * (code - 8), or d * code + m, in float32).
 void unpack_row(const PackedMatrix& w, int row, float* out);
 
-// A good number of columns for one thread to claim at a time, a multiple of kTileColumns, when the product has num_rows
-// rows.
-int gemm_chunk_columns(const PackedMatrix& w, int num_rows, int num_threads);
-
 float f16_to_f32(uint16_t h);
 
 }  // namespace ropeway

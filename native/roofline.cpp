@@ -7,6 +7,8 @@
 #include <memory>
 #include <stdexcept>
 
+#include "memory.h"
+
 namespace ropeway {
 
 namespace {
@@ -106,7 +108,7 @@ double peak_f32_per_s(ThreadPool&, double) { throw std::runtime_error("port peak
 double read_bytes_per_s(ThreadPool& pool, size_t num_bytes, double seconds) {
   const int n = pool.num_threads();
   const size_t words = num_bytes / 8 / n / 8 * 8;  // of each thread
-  std::unique_ptr<uint64_t[]> memory(new uint64_t[words * n]);
+  const Memory<uint64_t> memory = allocate<uint64_t>(static_cast<int64_t>(words) * n);
   std::fill_n(memory.get(), words * n, uint64_t(1));
   std::atomic<uint64_t> sink{0};
   double passes = rate_on_all(pool, seconds, [&](int part) {

@@ -19,28 +19,23 @@ struct PackedU4 {
     Bits256 v = load_bits(group + ((j / 2) * 2 + half) * 32);
     return j % 2 ? high_nibbles(v) : low_nibbles(v);
   }
-  F32x8 scale(int half) const {
-    return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + half * kLanes);
-  }
-  F32x8 min(int half) const {
-    if constexpr (HasMin) {
-      return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + kTileColumns + half * kLanes);
-    } else {
-      return mul(scale(half), set_f32(-8.0f));
+  // d[16] and m[16] as float32, once a step: compilers would convert them for every row.
+  void scales(float* out) const {
+    const uint16_t* d = reinterpret_cast<const uint16_t*>(group + kCodeBytes);
+    for (int i = 0; i < kTileColumns; i += kLanes) {
+      const F32x8 scale = load_f16(d + i);
+      store_f32(out + i, scale);
+      store_f32(out + kTileColumns + i, HasMin ? load_f16(d + kTileColumns + i) : mul(scale, set_f32(-8.0f)));
     }
   }
 };
 
-// Weights unpacked: a byte per code, float32 scales.
+// Weights unpacked: a byte per code, then d[16] and m[16] in float32.
 struct PanelU4 {
   static constexpr int kCodeBytes = kGroup * kTileColumns;
   static constexpr int kStepBytes = kCodeBytes + 8 * kTileColumns;
   const uint8_t* group;
   Bits256 codes(int j, int half) const { return load_bits(group + (j * 2 + half) * 32); }
-  F32x8 scale(int half) const { return load_f32(reinterpret_cast<const float*>(group + kCodeBytes) + half * kLanes); }
-  F32x8 min(int half) const {
-    return load_f32(reinterpret_cast<const float*>(group + kCodeBytes) + kTileColumns + half * kLanes);
-  }
 };
 
 // The int16 sums of a step, row by row. Members and not an array: compilers unroll a loop over the rows too late to
@@ -63,22 +58,21 @@ struct SumsU4 {
     rest.add(is_first, w0, w1, group + num_groups, num_groups, j);
   }
 
-  template <class Source>
-  ROPEWAY_INLINE void add_to(float* acc, const Source& w, const CodedGroup* group, int num_groups) const {
+  // scales: d[16], m[16].
+  ROPEWAY_INLINE void add_to(float* acc, const float* scales, const CodedGroup* group, int num_groups) const {
     const Bits256 multipliers = broadcast_32(group->multipliers);
     const F32x8 a_sum = broadcast_f32(&group->sum);
-    const F32x8 t0 = fma(i32_to_f32(dot_i16(sums[0], multipliers)), w.scale(0), load_f32(acc));
-    const F32x8 t1 = fma(i32_to_f32(dot_i16(sums[1], multipliers)), w.scale(1), load_f32(acc + kLanes));
-    store_f32(acc, fma(w.min(0), a_sum, t0));
-    store_f32(acc + kLanes, fma(w.min(1), a_sum, t1));
-    rest.add_to(acc + kTileColumns, w, group + num_groups, num_groups);
+    const F32x8 t0 = fma(i32_to_f32(dot_i16(sums[0], multipliers)), load_f32(scales), load_f32(acc));
+    const F32x8 t1 = fma(i32_to_f32(dot_i16(sums[1], multipliers)), load_f32(scales + kLanes), load_f32(acc + kLanes));
+    store_f32(acc, fma(load_f32(scales + kTileColumns), a_sum, t0));
+    store_f32(acc + kLanes, fma(load_f32(scales + kTileColumns + kLanes), a_sum, t1));
+    rest.add_to(acc + kTileColumns, scales, group + num_groups, num_groups);
   }
 };
 template <>
 struct SumsU4<0> {
   void add(bool, Bits256, Bits256, const CodedGroup*, int, int) {}
-  template <class Source>
-  void add_to(float*, const Source&, const CodedGroup*, int) const {}
+  void add_to(float*, const float*, const CodedGroup*, int) const {}
 };
 
 template <bool HasMin>
@@ -86,26 +80,10 @@ struct GemmU4 {
   using Packed = PackedU4<HasMin>;
   using Panel = PanelU4;
   static constexpr int kStepInputs = kGroup;
-  static constexpr int kDirectSteps = 48;  // 15 KB
+  static constexpr int kDirectSteps = 24;  // 8 KB
   static constexpr int kPanelSteps = 12;   // 8 KB
+  static constexpr int kStepsAhead = 8, kStepsPerFetch = 1;
   static constexpr int kRows = kTileRows;
-  static constexpr int kDirectRows = 30;
-
-  static void unpack(const uint8_t* packed, int count, uint8_t* panel) {
-    for (int g = 0; g < count; g++, packed += Packed::kStepBytes, panel += Panel::kStepBytes) {
-      prefetch_ahead<Packed, kPanelSteps>(packed);
-      Packed from{packed};
-      for (int j = 0; j < 8; j++) {
-        store_bits(panel + (j * 2 + 0) * 32, from.codes(j, 0));
-        store_bits(panel + (j * 2 + 1) * 32, from.codes(j, 1));
-      }
-      float* scales = reinterpret_cast<float*>(panel + Panel::kCodeBytes);
-      for (int half = 0; half < 2; half++) {
-        store_f32(scales + half * kLanes, from.scale(half));
-        store_f32(scales + kTileColumns + half * kLanes, from.min(half));
-      }
-    }
-  }
 
   static void finish(const Activations& a, int row, int num_rows, float* acc) {
     for (int r = 0; r < num_rows; r++, acc += kTileColumns) {
@@ -115,19 +93,37 @@ struct GemmU4 {
     }
   }
 
-  template <class Source, int Rows>
-  static void multiply(const uint8_t* weights, StepRange steps, const Activations& a, int row, float* acc, Fetch) {
+  template <class Source, bool IsKept, int Rows>
+  static void multiply(TileWeights weights, const Activations& a, int row, float* acc) {
     const int num_groups = a.k / kGroup;
-    const CodedGroup* groups = a.coded + size_t(row) * num_groups + steps.begin;
-    for (int g = 0; g < steps.count; g++, weights += Source::kStepBytes, groups++) {
-      const Source w{weights};
-      // Sharing the next block between row tiles (Fetch) is no faster here: 0.97 to 1.03 of the time.
-      if constexpr (is_same<Source, Packed>) prefetch_ahead<Source, kDirectStepsAhead>(weights);
+    const CodedGroup* groups = a.coded + size_t(row) * num_groups + weights.steps.begin;
+    const uint8_t* data = weights.data;
+    uint8_t* panel = weights.panel;
+    alignas(64) float local[2 * kTileColumns];
+    for (int g = 0; g < weights.steps.count; g++, data += Source::kStepBytes, groups++) {
+      const Source w{data};
+      weights.fetch.step();
       SumsU4<Rows> sums;
       ROPEWAY_UNROLL
-      for (int j = 0; j < 8; j++) sums.add(j == 0, w.codes(j, 0), w.codes(j, 1), groups, num_groups, j);
-      sums.add_to(acc, w, groups, num_groups);
+      for (int j = 0; j < 8; j++) {
+        const Bits256 w0 = w.codes(j, 0), w1 = w.codes(j, 1);
+        if constexpr (IsKept) {
+          store_bits(panel + (j * 2 + 0) * 32, w0);
+          store_bits(panel + (j * 2 + 1) * 32, w1);
+        }
+        sums.add(j == 0, w0, w1, groups, num_groups, j);
+      }
+      float* scales = local;
+      if constexpr (is_same<Source, PanelU4>) {
+        scales = reinterpret_cast<float*>(const_cast<uint8_t*>(data) + PanelU4::kCodeBytes);
+      } else {
+        if constexpr (IsKept) scales = reinterpret_cast<float*>(panel + PanelU4::kCodeBytes);
+        w.scales(scales);
+        forget_target(scales);
+      }
+      sums.add_to(acc, scales, groups, num_groups);
       forget_target(acc);
+      if constexpr (IsKept) panel += PanelU4::kStepBytes;
     }
   }
 };
