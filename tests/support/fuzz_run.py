@@ -87,7 +87,7 @@ def _code_and_problem(case: Case, answer: Answer) -> tuple[str, str | None]:
 
 def _stream_code_and_problem(answer: Answer) -> tuple[str, str | None]:
     text = answer.body.decode()
-    datas = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    datas = [line[6:] for line in text.split("\n") if line.startswith("data: ")]  # U+2028 ends no event
     events: list[Any] = [json.loads(data) for data in datas if data != "[DONE]"]
     failed = [event for event in events if "error" in event or event.get("type") == "response.failed"]
     if failed:
