@@ -4,7 +4,8 @@ Limits: multiply-add rate of the int8 and float32 ports (loops without a memory 
 threads. Every product is measured with its weights in the caches ("hot"), and up to `--cold-rows` rows also with
 weights that rotate through more memory than the caches hold ("cold"), as a decoding step finds them. Its limit is the
 slower of its multiply-adds at the port peak and, cold, its packed bytes at the read bandwidth. Clocks drift, so the
-port peak is measured anew beside each of `--repeats` runs; the share is the median over these pairs.
+port peak is measured anew beside each of `--repeats` runs; the share is the median over these pairs. One pool serves
+all runs of a number of threads: the threads of a fresh one may share a processor until the system moves them.
 
     python benchmarks/kernels.py [--forms Q4_1 Q8_0] [--rows 1 32] [--record]
 """
@@ -66,12 +67,12 @@ class Measurement:
     port_share: float
 
 
-def measure_limits(num_threads: int, cold_bytes: int, repeats: int) -> Limits:
+def measure_limits(pool: _native.ThreadPool, cold_bytes: int, repeats: int) -> Limits:
     return Limits(
-        num_threads,
-        max(_native.peak_int8_per_s(num_threads, 0.01) for _ in range(4 * repeats)),
-        max(_native.peak_f32_per_s(num_threads, 0.01) for _ in range(4 * repeats)),
-        max(_native.read_bytes_per_s(num_threads, cold_bytes, 0.05) for _ in range(repeats)),
+        pool.num_threads,
+        max(_native.peak_int8_per_s(pool, 0.01) for _ in range(4 * repeats)),
+        max(_native.peak_f32_per_s(pool, 0.01) for _ in range(4 * repeats)),
+        max(_native.read_bytes_per_s(pool, cold_bytes, 0.05) for _ in range(repeats)),
     )
 
 
@@ -94,19 +95,20 @@ def measure(
     w: _native.PackedMatrix,
     rows: int,
     is_cold: bool,
+    pool: _native.ThreadPool,
     limits: Limits,
     options: argparse.Namespace,
 ) -> Measurement:
     x = np.random.default_rng(rows).standard_normal((rows, w.k), dtype=np.float32)
     copies = -(-options.cold_mib * 2**20 // w.num_bytes) if is_cold else 1
-    work, threads = rows * w.n * w.k, limits.num_threads
+    work = rows * w.n * w.k
     num_products = max(1, int(options.slice_s * 3e10 / work), copies)
     peak = _native.peak_int8_per_s if TensorType(form).block_size > 1 else _native.peak_f32_per_s
     times, port_shares = [], []
     for _ in range(options.repeats):
-        before = peak(threads, 0.002)
-        times.append(_native.time_gemm(options.isa, w, x, threads, copies, num_products))
-        port_shares.append(work / times[-1] / max(before, peak(threads, 0.002)))
+        before = peak(pool, 0.002)
+        times.append(_native.time_gemm(options.isa, w, x, pool, copies, num_products))
+        port_shares.append(work / times[-1] / max(before, peak(pool, 0.002)))
     seconds, port_share = statistics.median(times), statistics.median(port_shares)
     memory_share = w.num_bytes / seconds / limits.read_bytes_per_s if is_cold else 0.0
     return Measurement(
@@ -115,7 +117,7 @@ def measure(
         w.n,
         w.k,
         rows,
-        threads,
+        pool.num_threads,
         is_cold,
         seconds,
         work / seconds,
@@ -153,7 +155,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
-    all_limits = [measure_limits(t, options.cold_mib * 2**20, options.repeats) for t in options.threads]
+    pools = [_native.ThreadPool(num_threads) for num_threads in options.threads]
+    all_limits = [measure_limits(pool, options.cold_mib * 2**20, options.repeats) for pool in pools]
     for limits in all_limits:
         print_limits(limits)
     print("share of the port peak (m: of the read bandwidth, where that is more); columns: rows of activations")
@@ -163,13 +166,13 @@ def main() -> int:
     for form in options.forms:
         for shape in options.shapes:
             w = random_weights(form, *SHAPES[shape], rng)
-            for limits in all_limits:
+            for pool, limits in zip(pools, all_limits, strict=True):
                 for is_cold in (False, True):
                     print(f"{form:5} {shape:11} {limits.num_threads:7} {'cold' if is_cold else 'hot':7} ", end="")
                     for rows in options.rows:
                         if is_cold and rows > options.cold_rows:
                             continue
-                        m = measure(form, shape, w, rows, is_cold, limits, options)
+                        m = measure(form, shape, w, rows, is_cold, pool, limits, options)
                         measurements.append(m)
                         print(f"{m.share:4.2f}{'m' if m.limit == 'memory' else ' '} ", end="", flush=True)
                     print()

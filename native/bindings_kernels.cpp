@@ -134,12 +134,12 @@ nb::object unpack(const OwnedMatrix& m) {
   return to_array(std::move(values), m.w.n, m.w.k);
 }
 
-// Seconds of one product of x[M, k] with m on the pool of num_threads, the quantisation apart: the mean over
+// Seconds of one product of x[M, k] with m on a pool, the quantisation apart: the mean over
 // num_products in a row, each with the next of `copies` copies of the weights, so that they come from memory if
 // together they outgrow the caches.
-double time_gemm(const std::string& isa, const OwnedMatrix& m, const Floats& x, int num_threads, int copies,
+double time_gemm(const std::string& isa, const OwnedMatrix& m, const Floats& x, ThreadPool& pool, int copies,
                  int num_products) {
-  if (int(x.shape(1)) != m.w.k || num_threads < 1 || copies < 1 || num_products < 1) {
+  if (int(x.shape(1)) != m.w.k || copies < 1 || num_products < 1) {
     throw std::invalid_argument("time_gemm: shapes or counts do not fit");
   }
   const Kernels& kernels = select_kernels(isa);
@@ -155,9 +155,8 @@ double time_gemm(const std::string& isa, const OwnedMatrix& m, const Floats& x, 
     weights.push_back(memory.allocate<uint8_t>(int64_t(packed_bytes(m.w))));
     std::copy_n(m.w.data, packed_bytes(m.w), weights.back());
   }
-  ThreadPool pool(num_threads);
   const TileChunks chunks =
-      cut_tiles(m.w.n_padded / kTileColumns, double(m.w.k) * kTileColumns * num_rows, num_threads);
+      cut_tiles(m.w.n_padded / kTileColumns, double(m.w.k) * kTileColumns * num_rows, pool.num_threads());
   std::vector<int32_t> num_chunks(num_products, chunks.num_chunks);
   nb::gil_scoped_release released;
   const auto run = [&](int num_phases) {
@@ -198,31 +197,26 @@ void bind_kernels(nb::module_& m) {
         "[M, k], scales [M, k / 32]. kernels.h says what they mean.");
   m.def("gemm", &gemm_range, nb::arg("isa"), nb::arg("w"), nb::arg("x"), nb::arg("out"), nb::arg("rows"),
         nb::arg("columns"), "out[rows, columns] = x[rows] @ w[columns]^T; the rest of out is left alone.");
-  m.def("time_gemm", &time_gemm, nb::arg("isa"), nb::arg("w"), nb::arg("x"), nb::arg("num_threads"), nb::arg("copies"),
+  m.def("time_gemm", &time_gemm, nb::arg("isa"), nb::arg("w"), nb::arg("x"), nb::arg("pool"), nb::arg("copies"),
         nb::arg("num_products"), "Mean seconds of one product; see benchmarks/kernels.py.");
   m.def(
       "peak_int8_per_s",
-      [](int num_threads, double seconds) {
+      [](ThreadPool& pool, double seconds) {
         check_peaks_run_here();
-        ThreadPool pool(num_threads);
         return peak_int8_per_s(pool, seconds);
       },
-      nb::arg("num_threads"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("pool"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "peak_f32_per_s",
-      [](int num_threads, double seconds) {
+      [](ThreadPool& pool, double seconds) {
         check_peaks_run_here();
-        ThreadPool pool(num_threads);
         return peak_f32_per_s(pool, seconds);
       },
-      nb::arg("num_threads"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("pool"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "read_bytes_per_s",
-      [](int num_threads, size_t num_bytes, double seconds) {
-        ThreadPool pool(num_threads);
-        return read_bytes_per_s(pool, num_bytes, seconds);
-      },
-      nb::arg("num_threads"), nb::arg("num_bytes"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+      [](ThreadPool& pool, size_t num_bytes, double seconds) { return read_bytes_per_s(pool, num_bytes, seconds); },
+      nb::arg("pool"), nb::arg("num_bytes"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace ropeway

@@ -48,7 +48,7 @@ class LimitsMeter:
     """Measures slice by slice. Each rate is the best of its slices: whatever disturbs one makes it slower."""
 
     def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+        self._pool = _native.ThreadPool(num_threads)
         self._slices = self._planned()
         self._best = {"int8": 0.0, "f32": 0.0, "read": 0.0}
         self._has_peaks = "avx2" in _native.supported_isas()
@@ -62,19 +62,19 @@ class LimitsMeter:
         if self._slices:
             return None
         int8_per_s, f32_per_s = (self._best[name] if self._has_peaks else None for name in ("int8", "f32"))
-        return MachineLimits(self._num_threads, int8_per_s, f32_per_s, self._best["read"])
+        return MachineLimits(self._pool.num_threads, int8_per_s, f32_per_s, self._best["read"])
 
     def measure_slice(self) -> None:
         """Keeps every thread busy for a few hundredths of a second."""
         name = self._slices.pop()
         if name == "read":
-            rate = _native.read_bytes_per_s(self._num_threads, READ_BYTES, READ_SLICE_S)
+            rate = _native.read_bytes_per_s(self._pool, READ_BYTES, READ_SLICE_S)
         elif not self._has_peaks:
             return
         elif name == "int8":
-            rate = _native.peak_int8_per_s(self._num_threads, PEAK_SLICE_S)
+            rate = _native.peak_int8_per_s(self._pool, PEAK_SLICE_S)
         else:
-            rate = _native.peak_f32_per_s(self._num_threads, PEAK_SLICE_S)
+            rate = _native.peak_f32_per_s(self._pool, PEAK_SLICE_S)
         self._best[name] = max(self._best[name], rate)
 
 
