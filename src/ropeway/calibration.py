@@ -22,7 +22,7 @@ DECODE_ROWS, DECODE_CONTEXT = 16, 16
 CHUNK_TOKENS, CHUNK_CONTEXT = 16, 1024  # a chunk far into a prompt, for the cost of a query-key pair
 # Pairs that cost as much as reading a position's keys and values. Default model on two cores: a position of a decode
 # takes 1.4 to 1.8 us; behind 7,000 tokens a chunk's first token 1.1 for each, a pair of many 0.7 to 0.9. Passes beside
-# other work do not tell the two apart.
+# other work do not tell the two apart; steps teach what both cost.
 READ_PAIRS = 1.0
 CALIBRATION_S = 0.3  # no round begins later than this
 MIN_NUM_ROUNDS, MAX_NUM_ROUNDS = 1, 6

@@ -213,7 +213,7 @@ def scheduler_recipe(
         step_later_token_s=costs.later_token_s,
         step_pair_s=costs.pair_s,
         step_row_s=costs.row_s,
-        step_read_pairs=costs.read_pairs,
+        step_read_s=costs.read_s,
         has_prefix_cache=facts.has_prefix_cache,
     )
 

@@ -52,8 +52,8 @@ class ScriptedBackend:
         return calibrate_step_costs(self, program, facts, clock=lambda: self.now_s)
 
 
-TWO_CORES = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4, READ_PAIRS)
-FAST = StepCosts(1e-3, 2e-5, 5e-5, 2e-9, 1e-5, READ_PAIRS)
+TWO_CORES = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4, 7e-7 * READ_PAIRS)
+FAST = StepCosts(1e-3, 2e-5, 5e-5, 2e-9, 1e-5, 2e-9 * READ_PAIRS)
 
 
 @pytest.fixture(scope="module")

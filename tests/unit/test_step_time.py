@@ -135,7 +135,7 @@ def test_no_steps_make_a_cost_negative_or_infinite(steps: list[tuple[int, int, i
     token_s=st.floats(0, 1e-2),
     later_token_s=st.floats(0, 1e-2),
     pair_s=st.floats(0, 1e-5),
-    read_pairs=st.floats(0, 4),
+    read_s=st.floats(0, 4e-5),
     is_more=st.booleans(),
 )
 def test_a_chunk_is_the_longest_that_fits(
@@ -145,10 +145,10 @@ def test_a_chunk_is_the_longest_that_fits(
     token_s: float,
     later_token_s: float,
     pair_s: float,
-    read_pairs: float,
+    read_s: float,
     is_more: bool,
 ) -> None:
-    costs = StepCosts(1e-3, token_s, later_token_s, pair_s, 0.0, read_pairs)
+    costs = StepCosts(1e-3, token_s, later_token_s, pair_s, 0.0, read_s)
     work = StepWork(before, before, before, before)
     num_tokens = costs.num_chunk_tokens(work, start, left_s, is_more=is_more)
 

@@ -22,7 +22,7 @@ COSTS = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4)
 
 def work_of(plan: StepPlan) -> StepWork:
     pairs = sum(num_pairs(start, count) for start, count in zip(plan.starts, plan.num_tokens, strict=True))
-    return StepWork(plan.total_num_tokens, pairs, sum(plan.is_sampled))
+    return StepWork(plan.total_num_tokens, pairs, sum(plan.is_sampled), sum(plan.starts) + plan.total_num_tokens)
 
 
 @dataclass
@@ -271,9 +271,32 @@ def test_targets_out_of_range(targets: dict[str, float]) -> None:
         pacing(**targets)
 
 
+@pytest.mark.parametrize(("read_s", "takes_turns"), [(1e-5, True), (1e-8, False)])
+def test_long_prompts_take_steps_in_turn_where_reading_the_keys_of_both_costs_much(
+    read_s: float, takes_turns: bool
+) -> None:
+    costs = StepCosts(6e-3, 9e-4, 9e-4, 1e-7, 6e-4, read_s)
+    drive = Drive(pacing(costs), costs)
+    decoding(drive, 4)
+    drive.add("a", 8000, 1)
+    for _ in range(50):
+        drive.step()
+    drive.add("short", 4, 1)
+    drive.step()
+    drive.step()
+    assert drive.scheduler.stats().num_finished["length"] == 1, "it waited behind the long prompt"
+    drive.add("b", 8000, 1)
+    for _ in range(100):
+        drive.step()
+    chunks = [dict(zip(plan.sequence_ids[4:], plan.num_tokens[4:], strict=True)) for plan, _ in drive.steps[-40:]]
+    assert [len(chunk) for chunk in chunks] == [1 if takes_turns else 2] * 40
+    num_tokens = [sum(chunk.get(sequence_id, 0) for chunk in chunks) for sequence_id in (4, 6)]
+    assert min(num_tokens) > 0.4 * sum(num_tokens), "each has half"
+
+
 def test_a_chunk_that_grows_reads_its_keys_once() -> None:
     """A lone long prompt is given half of a step, then the rest: what a step holds is what its time is learned by."""
-    costs = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4, read_pairs=1.0)
+    costs = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4, read_s=7e-7)
     drive = Drive(pacing(costs))
     decoding(drive, 8)
     drive.add("long", 6000, 1)

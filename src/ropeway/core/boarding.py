@@ -17,6 +17,7 @@ class Boarding:
     """Plans chunks of those who prefill and of those who board, in policy order.
 
     Nobody overtakes one that cannot board; only one that would compute what another is computing lets others pass.
+    One whose long prompt took a whole step comes last in the next: of two steps it has one, as of one step half.
     """
 
     def __init__(self, roster: Roster, line: WaitingLine, kv: KVManager, batching: Batching) -> None:
@@ -24,6 +25,7 @@ class Boarding:
         self._line = line
         self._kv = kv
         self._batching = batching
+        self._giving_way_id: int | None = None  # of the sequence whose long prompt took the last step
 
     def plan_prefills(self, builder: PlanBuilder, max_num_running: int, num_running_before: int) -> list[Sequence]:
         """Fill what the decodes leave of the budget; those with a chunk in this step.
@@ -33,6 +35,10 @@ class Boarding:
         line, roster = self._line, self._roster
         prefilling = line.in_order(roster.prefilling.values())
         prefilling.reverse()
+        giving_way = None if self._giving_way_id is None else roster.prefilling.get(self._giving_way_id)
+        if giving_way is not None:
+            prefilling.remove(giving_way)
+            builder.has_turns = True
         is_boarding = True
         while True:
             newcomer = line.first() if is_boarding else None
@@ -48,7 +54,11 @@ class Boarding:
                 builder.add_prefill(sequence, goes_first=line.goes_first(sequence))
             else:
                 break
+        if giving_way is not None:
+            builder.add_prefill(giving_way, goes_first=line.goes_first(giving_way))
         chunks = builder.end_prefills()
+        if chunks:
+            self._giving_way_id = builder.whole_id
         for sequence, num_new_tokens in chunks:
             line.on_prefilled(sequence, num_new_tokens)
             if sequence.num_computed_tokens == sequence.num_tokens:

@@ -47,6 +47,12 @@ class StepBudget(Protocol):
         is_more: some of those are a chunk of this step, which would grow.
         """
 
+    def is_worth_sharing(self, start: int) -> bool:
+        """Whether several prompts should share what is left, though each reads its keys, one of them `start` of them.
+
+        Otherwise they take turns, a step each.
+        """
+
     def add_prefill(self, start: int, num_tokens: int, is_sampled: bool, *, is_more: bool = False) -> None:
         """A chunk is in the step: tokens at start .. start + num_tokens - 1, and a row of logits where is_sampled.
 
@@ -124,6 +130,9 @@ class TokensLeft:
 
     def num_prefill_tokens(self, start: int, *, is_more: bool = False) -> int:
         return self._num_tokens
+
+    def is_worth_sharing(self, start: int) -> bool:
+        return True
 
     def add_prefill(self, start: int, num_tokens: int, is_sampled: bool, *, is_more: bool = False) -> None:
         self._num_tokens -= num_tokens

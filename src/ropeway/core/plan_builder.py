@@ -24,6 +24,7 @@ class PlanBuilder:
         self._granted: list[Granted] = []
         self._long_rows: list[tuple[int, TokenSequence]] = []  # prompts longer than the step, which share it
         self._chunks: list[tuple[TokenSequence, int]] = []  # of prompts, with where they start
+        self.whole_id: int | None = None  # of the sequence whose long prompt took the step, instead of half of it
         self.num_prompt_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_padding_tokens = 0
@@ -59,14 +60,15 @@ class PlanBuilder:
     def begin_prefills(self, budget: StepBudget) -> None:
         """The decodes are added; what follows takes from `budget`."""
         self.budget = budget
+        self.has_turns = False  # long prompts take steps in turn, instead of halves of each
         self._num_budgeted = budget.num_prefill_tokens(0)
 
     def add_prefill(self, sequence: TokenSequence, *, goes_first: bool) -> None:
         """Plan as many uncomputed tokens of a sequence as the budget leaves; no row where it leaves none.
 
         One that is longer than the step takes half of it, and what nobody else wants; longer than two, where it goes
-        first: halved, a prompt of 1.5 steps would take three. Its first row since it boarded carries its whole block
-        table.
+        first: halved, a prompt of 1.5 steps would take three. It takes all of a step that is too short to be shared,
+        and gives way in the next. Its first row since it boarded carries its whole block table.
         """
         start = sequence.num_computed_tokens
         num_tokens = min(sequence.num_tokens - start, self.budget.num_prefill_tokens(start))
@@ -74,8 +76,11 @@ class PlanBuilder:
             return
         num_whole = 2 * self._num_budgeted if goes_first else self._num_budgeted
         if sequence.num_tokens - start > num_whole and self._num_budgeted > 1:
-            num_tokens = min(num_tokens, self._num_budgeted // 2)
-            self._long_rows.append((len(self._starts), sequence))
+            if not self._chunks and (self.has_turns or not self.budget.is_worth_sharing(start)):
+                self.whole_id = sequence.sequence_id
+            else:
+                num_tokens = min(num_tokens, self._num_budgeted // 2)
+                self._long_rows.append((len(self._starts), sequence))
         if not sequence.is_announced:
             self._granted.append((len(self._starts), sequence.block_ids))
             sequence.is_announced = True

@@ -64,7 +64,7 @@ class SchedulerRecipe:
     step_later_token_s: float = 0.0
     step_pair_s: float = 0.0
     step_row_s: float = 0.0
-    step_read_pairs: float = 0.0
+    step_read_s: float = 0.0
 
     def make(self, hasher: BlockHasher | None = None) -> Scheduler:
         """A new scheduler. Raises ConfigError for a value out of range.
@@ -108,7 +108,7 @@ class SchedulerRecipe:
             self.step_later_token_s,
             self.step_pair_s,
             self.step_row_s,
-            self.step_read_pairs,
+            self.step_read_s,
         )
         if costs == NO_COSTS:
             if self.slo_ttft_s is not None or self.slo_tpot_s is not None:

@@ -1,10 +1,12 @@
-"""How long a step takes: a linear model with five costs, fitted to steps as they are computed. Knows no queues.
+"""How long a step takes: a linear model with six costs, fitted to steps as they are computed. Knows no queues.
 
     step_s = fixed_s + token_s x tokens up to KNEE_TOKENS + later_token_s x tokens beyond
-           + pair_s x (query-key pairs + read_pairs x reads) + row_s x rows of logits
+           + pair_s x query-key pairs + row_s x rows of logits + read_s x positions whose keys and values are read
 
-Up to the knee, reading the weights may hide arithmetic, as on an accelerator, or tokens may gain from company, as on a
-processor. Plain floats and no clock: the same observations in the same order give the same predictions.
+Decodes far into their answers wait for memory, chunks compute: so a position read costs apart from the pairs of the
+tokens that share it, and how much depends on what else uses the memory. Up to the knee, reading the weights may hide
+arithmetic, as on an accelerator, or tokens may gain from company, as on a processor. Plain floats and no clock: the
+same observations in the same order give the same predictions.
 """
 
 from __future__ import annotations
@@ -37,10 +39,8 @@ def num_pairs(start: int, num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a step whatever is in it, per token below and beyond the knee, per query-key pair, per row of logits.
-
-    read_pairs: pairs that cost as much as a read; a property of the machine, so not learned from steps. None is
-    negative.
+    """Seconds of a step whatever is in it, per token below and beyond the knee, per query-key pair, per row of logits,
+    per position read. None is negative.
     """
 
     fixed_s: float
@@ -48,12 +48,12 @@ class StepCosts:
     later_token_s: float
     pair_s: float
     row_s: float
-    read_pairs: float = 0.0
+    read_s: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         num_tokens = work.num_tokens
-        num_pairs = work.num_pairs + self.read_pairs * work.num_reads
-        seconds = self.fixed_s + self.pair_s * num_pairs + self.row_s * work.num_rows
+        seconds = self.fixed_s + self.pair_s * work.num_pairs + self.row_s * work.num_rows
+        seconds += self.read_s * work.num_reads
         if num_tokens <= KNEE_TOKENS:
             return seconds + self.token_s * num_tokens
         return seconds + self.token_s * KNEE_TOKENS + self.later_token_s * (num_tokens - KNEE_TOKENS)
@@ -63,7 +63,7 @@ class StepCosts:
 
         is_more: the tokens before `start` are in the step too, and share what they read.
         """
-        read_s = self.pair_s * self.read_pairs
+        read_s = self.read_s
         token_s, later_token_s = self.token_s + read_s, self.later_token_s + read_s  # each reads itself
         if not is_more:
             left_s -= read_s * start
@@ -93,10 +93,11 @@ def _longest(token_s: float, pair_s: float, start: int, seconds: float) -> int:
 
 KNEE_TOKENS = 256
 MAX_CHUNK_TOKENS = 1 << 24
-NUM_COSTS = 5  # that are learned
+NUM_COSTS = 6  # that are learned
 # What would be plausible for a cost of which the prior holds less, in units of the cost of a token. A pair: heads and
-# layers do on it what thousands of weights do on a token.
-PLAUSIBLE = (1.0, 1.0, 1.0, 1 / 4096, 0.25)
+# layers do on it what thousands of weights do on a token. A read: less; decodes alone, which cannot tell the two apart,
+# are then put down to pairs, so that a first chunk is not taken for cheap.
+PLAUSIBLE = (1.0, 1.0, 1.0, 1 / 4096, 0.25, 1 / 16384)
 PRIOR_DEVIATION = 0.5  # of each cost, relative to the prior
 COMMON_DRIFT = 0.003  # of all costs together, per step: the machine's speed changes
 OWN_DRIFT = 0.002  # of each cost by itself, per step
@@ -109,7 +110,7 @@ FIRST_NOISE, MIN_NOISE, MAX_NOISE = 0.06, 0.02, 0.3  # relative deviation of a s
 
 
 class StepTimeModel:
-    """A Kalman filter over the five costs, each as a multiple of its prior, from relative errors.
+    """A Kalman filter over the six costs, each as a multiple of its prior, from relative errors.
 
     The costs drift: mostly together, as when a core is lost, and a little each by itself. So a long run of steps of one
     kind, which cannot tell the costs apart, scales the others along instead of returning them to the prior. Errors
@@ -118,7 +119,7 @@ class StepTimeModel:
     """
 
     def __init__(self, prior: StepCosts) -> None:
-        given = (prior.fixed_s, prior.token_s, prior.later_token_s, prior.pair_s, prior.row_s)
+        given = (prior.fixed_s, prior.token_s, prior.later_token_s, prior.pair_s, prior.row_s, prior.read_s)
         assert min(given) >= 0.0 and max(given) > 0.0, f"not the costs of a step: {prior}"
         # On a very busy machine what is timed may all be put down to one of them, be it the pairs.
         token_s = max(prior.token_s, prior.later_token_s, prior.row_s, prior.fixed_s / 1024, prior.pair_s)
@@ -141,23 +142,23 @@ class StepTimeModel:
         if predicted_s <= 0.0 or not 0.0 < step_s < math.inf:
             return
         multiples, scales = self._multiples, self._scales
-        m0, m1, m2, m3, m4 = multiples
-        amounts = _amounts(work, self.costs.read_pairs)
-        f0, f1, f2, f3, f4 = [a * b / predicted_s for a, b in zip(scales, amounts, strict=True)]
+        m0, m1, m2, m3, m4, m5 = multiples
+        amounts = _amounts(work)
+        f0, f1, f2, f3, f4, f5 = [a * b / predicted_s for a, b in zip(scales, amounts, strict=True)]
         # All drifting together adds COMMON_DRIFT^2 m m' to the covariance; the features are scaled so that f m = 1.
         # Written out, because it is done once a step: loops over both indices took two thirds of the time.
-        g0, g1, g2, g3, g4 = [
-            c0 * f0 + c1 * f1 + c2 * f2 + c3 * f3 + c4 * f4 for c0, c1, c2, c3, c4 in self._covariance
+        g0, g1, g2, g3, g4, g5 = [
+            c0 * f0 + c1 * f1 + c2 * f2 + c3 * f3 + c4 * f4 + c5 * f5 for c0, c1, c2, c3, c4, c5 in self._covariance
         ]
-        spread = f0 * g0 + f1 * g1 + f2 * g2 + f3 * g3 + f4 * g4
+        spread = f0 * g0 + f1 * g1 + f2 * g2 + f3 * g3 + f4 * g4 + f5 * g5
         error = step_s / predicted_s - 1.0
         limit = CLIP_DEVIATIONS * math.sqrt(spread + COMMON_DRIFT**2 + self._noise)
         drift = self._common_drift(error, limit) ** 2
         error = max(-limit, min(limit, error))
         unexplained = min(max(error * error - spread, MIN_NOISE**2), MAX_NOISE**2)
         self._noise += (unexplained - self._noise) / NOISE_WINDOW
-        gains = g0, g1, g2, g3, g4 = (
-            g0 + drift * m0, g1 + drift * m1, g2 + drift * m2, g3 + drift * m3, g4 + drift * m4
+        gains = g0, g1, g2, g3, g4, g5 = (
+            g0 + drift * m0, g1 + drift * m1, g2 + drift * m2, g3 + drift * m3, g4 + drift * m4, g5 + drift * m5
         )  # fmt: skip
         total = spread + drift + self._noise
         self._covariance = [
@@ -167,14 +168,18 @@ class StepTimeModel:
                 c2 + m * m2 - g * g2 / total,
                 c3 + m * m3 - g * g3 / total,
                 c4 + m * m4 - g * g4 / total,
+                c5 + m * m5 - g * g5 / total,
             ]
-            for (c0, c1, c2, c3, c4), m, g in zip(self._covariance, [drift * m for m in multiples], gains, strict=True)
+            for (c0, c1, c2, c3, c4, c5), m, g in zip(
+                self._covariance, [drift * m for m in multiples], gains, strict=True
+            )
         ]
         step = error / total
-        self._multiples = [m0 + g0 * step, m1 + g1 * step, m2 + g2 * step, m3 + g3 * step, m4 + g4 * step]
+        self._multiples = [
+            m0 + g0 * step, m1 + g1 * step, m2 + g2 * step, m3 + g3 * step, m4 + g4 * step, m5 + g5 * step
+        ]  # fmt: skip
         self._bound()
-        fixed_s, token_s, later_token_s, pair_s, row_s = map(mul, self._multiples, scales)
-        self.costs = StepCosts(fixed_s, token_s, later_token_s, pair_s, row_s, self.costs.read_pairs)
+        self.costs = StepCosts(*map(mul, self._multiples, scales))
 
     def _common_drift(self, error: float, limit: float) -> float:
         """The drift to allow for: far more than usual where outliers keep coming from one side: the speed changed."""
@@ -209,28 +214,29 @@ class StepTimeModel:
         self._multiples = multiples
 
 
-def _amounts(work: StepWork, read_pairs: float) -> tuple[float, float, float, float, float]:
+def _amounts(work: StepWork) -> tuple[float, float, float, float, float, float]:
     """How much of each cost a step has."""
     num_early = min(work.num_tokens, KNEE_TOKENS)
-    num_pairs = work.num_pairs + read_pairs * work.num_reads
-    return 1, num_early, work.num_tokens - num_early, num_pairs, work.num_rows
+    return 1, num_early, work.num_tokens - num_early, work.num_pairs, work.num_rows, work.num_reads
 
 
 def fit_step_costs(observations: Iterable[tuple[StepWork, float]], read_pairs: float = 0.0) -> StepCosts:
     """The costs with the least sum of squared relative errors over steps and their seconds; none negative.
 
     Coordinate descent, of which each move is exact. Where no step went beyond the knee, tokens there cost as below it.
-    read_pairs: given, not fitted.
+    read_pairs: pairs that cost as much as a read; given, not fitted.
     """
     rows: list[list[float]] = []
     for work, step_s in observations:
         assert step_s > 0.0, "a step takes time"
-        rows.append([amount / step_s for amount in _amounts(work, read_pairs)])
-    norms = [sum(row[i] ** 2 for row in rows) for i in range(NUM_COSTS)]
-    costs = [0.0] * NUM_COSTS
+        *amounts, num_rows, num_reads = _amounts(work)
+        amounts[-1] += read_pairs * num_reads
+        rows.append([amount / step_s for amount in (*amounts, num_rows)])
+    norms = [sum(row[i] ** 2 for row in rows) for i in range(NUM_COSTS - 1)]
+    costs = [0.0] * (NUM_COSTS - 1)
     residuals = [1.0] * len(rows)
     for _ in range(4000):
-        for i in range(NUM_COSTS):
+        for i in range(NUM_COSTS - 1):
             if norms[i] == 0.0:
                 continue
             move = sum(row[i] * residual for row, residual in zip(rows, residuals, strict=True)) / norms[i]
@@ -238,4 +244,4 @@ def fit_step_costs(observations: Iterable[tuple[StepWork, float]], read_pairs: f
             move, costs[i] = cost - costs[i], cost
             residuals = [residual - move * row[i] for row, residual in zip(rows, residuals, strict=True)]
     fixed_s, token_s, later_token_s, pair_s, row_s = costs
-    return StepCosts(fixed_s, token_s, later_token_s if norms[2] else token_s, pair_s, row_s, read_pairs)
+    return StepCosts(fixed_s, token_s, later_token_s if norms[2] else token_s, pair_s, row_s, read_pairs * pair_s)
