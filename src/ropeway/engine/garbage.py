@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A step with 1,000 running makes 2,000 tuples that end with it. Python's own first threshold of 700 finds them alive
-# three times a step, and takes them for reasons to walk everything that waits: 90 ms with 10,000 waiting requests.
+# What a step makes ends with it, yet Python's own first threshold of 700 collects about once a step with 1,000 running:
+# that took 11 to 15 % of plan and commit. With 11,000 unfinished sequences a full collection takes 50 to 77 ms.
 THRESHOLDS = (20_000, 20, 20)
 
 
