@@ -145,7 +145,7 @@ class Chaos:
         self._port = port
         self._keys = keys
         self._rng = rng
-        self._asks = Asks(rng)
+        self.asks = Asks(rng)
         self._numbers = itertools.count()
         self._num_blind = 0  # a client that leaves blindly does not learn whether it was refused,
         self._is_crowded = False  # so it does not do so while the queue may be full
@@ -172,7 +172,7 @@ class Chaos:
     # --- requests that generate
     async def ask(self, ask: Ask | None = None) -> None:
         """Asks and reads the answer to its end."""
-        ask = ask or self._asks.draw()
+        ask = ask or self.asks.draw()
         name = self._name()
         status, body = await self._fetch("POST", ask.route, ask.fields, name)
         if status == 200 and ask.is_streamed and not _is_whole_stream(ask.route, body):
@@ -181,7 +181,7 @@ class Chaos:
 
     async def leave_stream(self) -> None:
         """Leaves after some events of a stream."""
-        ask, name = self._asks.draw(max_tokens=64, is_streamed=True), self._name()
+        ask, name = self.asks.draw(max_tokens=64, is_streamed=True), self._name()
         num_events = self._rng.randint(1, 12)
         async with Exchange(self._port) as exchange:
             exchange.send(self._bytes("POST", ask.route, ask.fields, name))
@@ -197,7 +197,7 @@ class Chaos:
 
     async def leave_while_it_computes(self) -> None:
         """Leaves an answer that is not streamed, once the server knows of it."""
-        ask, name = self._asks.draw(max_tokens=64, is_streamed=False), self._name()
+        ask, name = self.asks.draw(max_tokens=64, is_streamed=False), self._name()
         async with Exchange(self._port) as exchange:
             exchange.send(self._bytes("POST", ask.route, ask.fields, name))
             answered = asyncio.create_task(exchange.head())
@@ -217,7 +217,7 @@ class Chaos:
             return
         self._num_blind += 1
         try:
-            fields = {"prompt": self._asks.text(), "max_tokens": self._rng.choice((1, 8, 64))}
+            fields = {"prompt": self.asks.text(), "max_tokens": self._rng.choice((1, 8, 64))}
             ask, name = Ask("/v1/completions", fields, False), self._name()
             async with Exchange(self._port) as exchange:
                 exchange.send(self._bytes("POST", ask.route, ask.fields, name))
@@ -249,7 +249,7 @@ class Chaos:
 
     async def abort_one(self) -> None:
         """Has an operator abort a request by the client's own name for it."""
-        ask, name = self._asks.draw(max_tokens=64), self._name()
+        ask, name = self.asks.draw(max_tokens=64), self._name()
         asking = asyncio.create_task(self._fetch("POST", ask.route, ask.fields, name))
         await asyncio.sleep(self._rng.choice((0.0, 0.01, 0.1)))
         await self._operate("POST", "/abort_requests", {"request_ids": [name]})
@@ -259,7 +259,7 @@ class Chaos:
     async def background_response(self) -> None:
         """A response in the background: retrieved, and then cancelled, deleted, or gone on from."""
         name, key = self._name(), self._keys.keys[0]
-        fields = {"input": self._asks.text(), "max_output_tokens": self._rng.choice((4, 32)), "background": True}
+        fields = {"input": self.asks.text(), "max_output_tokens": self._rng.choice((4, 32)), "background": True}
         ask = Ask("/v1/responses", fields, False)
         status, body = await self._fetch("POST", ask.route, fields, name, key)
         if status == 200:
@@ -279,7 +279,7 @@ class Chaos:
     # --- requests that do not
     async def be_refused(self) -> None:
         """A request with a fault, which is answered as such."""
-        rng, text = self._rng, self._asks.text()
+        rng, text = self._rng, self.asks.text()
         body = {"prompt": text, "max_tokens": 4}
         completions = "/v1/completions"
         cases: tuple[tuple[int, str, str, object, str | None], ...] = (
@@ -305,7 +305,9 @@ class Chaos:
         request = self._bytes(method, path, fields, self._name(), key or self._keys.keys[0], raw)
         status, answer = await fetch(self._port, request)
         self.ledger.seen[method, route, status] += 1
-        if status != wanted:
+        if status == 503 and b"the queue is full" in answer:
+            self.ledger.num_refused += 1  # that comes before what is wrong with it
+        elif status != wanted:
             self.ledger.faults.append(
                 f"{method} {path} with {content!r:.60} gave {status}, not {wanted}: {answer[:200]!r}"
             )
@@ -341,6 +343,7 @@ class Chaos:
             exchange.send(data[: len(data) - 500])
             await asyncio.sleep(0.05)
         self.ledger.unseen["POST", "/v1/chat/completions"] += 1
+        self.ledger.num_perhaps_slow += 1
 
     async def look(self) -> None:
         """Asks what everybody may ask."""
@@ -349,7 +352,7 @@ class Chaos:
 
     async def tokenize(self) -> None:
         """Tokens of a text, the text of tokens, or how many a conversation has."""
-        text = self._asks.text()
+        text = self.asks.text()
         message = [{"role": "user", "content": text}]
         path, fields = self._rng.choice(
             (
@@ -366,7 +369,7 @@ class Chaos:
         self._is_crowded = True
         while self._num_blind:
             await asyncio.sleep(POLL_S)
-        asks = [self._asks.draw(max_tokens=16) for _ in range(num_requests)]
+        asks = [self.asks.draw(max_tokens=16) for _ in range(num_requests)]
         await asyncio.gather(*[self.ask(each) for each in asks])
         self._is_crowded = False
 

@@ -42,7 +42,7 @@ class VirtualTokenCounters:
     """
 
     def __init__(self) -> None:
-        self._tenants: Ledger[Tenant] = Ledger(Tenant, None)
+        self._tenants: Ledger[Tenant] = Ledger(None)
         self._seats: dict[int, Seat] = {}  # of unfinished sequences
         self._num_decoding: dict[User, int] = {}  # sequences, of users with any
         self._num_waiting = 0
@@ -130,6 +130,9 @@ class VirtualTokenCounters:
         self._give_back(seat, sequence)
         seat.tenant.users.close(seat.user)
         self._tenants.close(seat.tenant)
+        if not seat.tenant.num_unfinished:
+            # Users hold their tenant: a circle for each request of a lone caller would wait for the garbage collector.
+            seat.tenant.users.let_go()
 
     def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         seat = self._seats[newcomer.sequence_id]
@@ -160,9 +163,10 @@ class VirtualTokenCounters:
 
     def _seat(self, sequence: Sequence) -> Seat:
         terms = sequence.request.terms
-        tenant = self._tenants.open(terms.tenant)
+        tenant = self._tenants.open(terms.tenant, Tenant)
         tenant.cost_factor = 1.0 / terms.weight
-        seat = Seat(tenant, tenant.users.open(terms.user), is_newcomer=tenant.num_unfinished == 1)
+        user = tenant.users.open(terms.user, partial(User, tenant=tenant))
+        seat = Seat(tenant, user, is_newcomer=tenant.num_unfinished == 1)
         self._seats[sequence.sequence_id] = seat
         return seat
 
@@ -224,7 +228,7 @@ class Tenant:
     users: Ledger[User] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.users = Ledger(partial(User, tenant=self), NUM_REMEMBERED_USERS)
+        self.users = Ledger(NUM_REMEMBERED_USERS)
 
 
 @dataclass(slots=True, eq=False)
@@ -250,8 +254,7 @@ class Ledger(Generic[AccountT]):
     renewed if it is out of date; one whose ticket is no longer its account's is dropped.
     """
 
-    def __init__(self, make_account: Callable[[str | None], AccountT], num_remembered: int | None) -> None:
-        self._make_account: Callable[[str | None], AccountT] = make_account
+    def __init__(self, num_remembered: int | None) -> None:
         self._accounts: dict[str | None, AccountT] = {}
         self._num_remembered = num_remembered
         self._remembered: OrderedDict[str | None, tuple[float, int]] = OrderedDict()  # (counter, turn), oldest first
@@ -265,11 +268,11 @@ class Ledger(Generic[AccountT]):
         """Accounts with something unfinished."""
         return len(self._accounts)
 
-    def open(self, name: str | None) -> AccountT:
-        """The account of a name, for one more sequence."""
+    def open(self, name: str | None, make_account: Callable[[str | None], AccountT]) -> AccountT:
+        """The account of a name, for one more sequence; made where it has none."""
         account = self._accounts.get(name)
         if account is None:
-            account = self._accounts[name] = self._make_account(name)
+            account = self._accounts[name] = make_account(name)
             account.counter, account.turn = self._remembered.pop(name, (0.0, 0))
         account.num_unfinished += 1
         return account
@@ -283,6 +286,12 @@ class Ledger(Generic[AccountT]):
         self._remembered[account.name] = (account.counter, account.turn)
         if self._num_remembered is not None and len(self._remembered) > self._num_remembered:
             self._remembered.popitem(last=False)
+
+    def let_go(self) -> None:
+        """Of the accounts that are known and have nothing unfinished, since nobody opens one here again."""
+        assert not self._accounts, "accounts with something unfinished are let go"
+        self._heap.clear()
+        self._last_listed = None
 
     def enlist(self, account: AccountT) -> None:
         """Somebody of the account waits, and nobody did: lift it to the least of those who wait."""
