@@ -38,6 +38,7 @@ NUM_PROBES = 200
 NUM_STOPPED = 8
 STOPPED_TOKENS = 400
 TIMEOUT_S = 5.0
+START_TIMEOUT_S = 600.0
 MAX_UNREAD_BYTES = 256 << 10
 SLOW_FLAGS = (
     "--header-timeout", f"{TIMEOUT_S:g}", "--body-timeout", f"{TIMEOUT_S:g}", "--write-timeout", f"{TIMEOUT_S:g}",
@@ -66,7 +67,7 @@ def served(directory: Path, *flags: str) -> Iterator[tuple[int, int]]:
         write_random_gguf(model, RandomModel())
     port = free_port()
     command = [sys.executable, "-m", "ropeway", "serve", model, "--port", str(port), "--no-batches", *flags]
-    with running_server(command, port, directory / "server.log", 120) as process_id:
+    with running_server(command, port, directory / "server.log", START_TIMEOUT_S) as process_id:
         yield port, process_id
 
 

@@ -33,6 +33,7 @@ NUM_CLIENTS = 24
 MAX_MEMORY_GROWTH = 0.02
 WARM_UP_SHARE = 6  # of the chaos, one part
 SAMPLE_S = 5.0
+START_TIMEOUT_S = 600.0
 REPORT_S = 30.0
 OPERATE_S = 8.0  # between an operator's actions
 QUIET_TIMEOUT_S = 120.0
@@ -203,7 +204,7 @@ def run(document: dict[str, Any], directory: Path, flags: tuple[str, ...] = ()) 
     port, log_path = free_port(), directory / "server.log"
     command = [sys.executable, "-m", "ropeway", "serve", model, "--port", str(port), *FLAGS, *flags]
     command += ["--api-key-file", directory / "keys.json"]
-    with running_server(command, port, log_path, 120) as process_id:
+    with running_server(command, port, log_path, START_TIMEOUT_S) as process_id:
         wrong = asyncio.run(perform(document, process_id, port, keys))
     log = log_path.read_text()
     wrong += [
