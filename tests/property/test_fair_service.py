@@ -72,7 +72,7 @@ def measure(
         plan, _ = run_step(scheduler)
         for name in scheduler.take_started_ids():
             num_waiting[name[0]] -= 1
-            while num_waiting[name[0]] < 3:
+            while num_waiting[name[0]] <= max_num_seqs:  # more than one step can take
                 add(name[0])
         running = scheduler._roster.running.values()
         most_running = max(most_running, sum(s.num_tokens for s in running))
@@ -96,7 +96,7 @@ def measure(
 @given(
     lengths=st.fixed_dictionaries({"a": LENGTHS, "b": LENGTHS}),
     weight=st.sampled_from([1.0, 1.0, 2.0, 0.5]),
-    num_first=st.fixed_dictionaries({"a": st.integers(3, 60), "b": st.integers(3, 10)}),
+    num_first=st.fixed_dictionaries({"a": st.integers(5, 60), "b": st.integers(5, 10)}),
     budget=st.integers(4, 60),
     max_num_seqs=st.integers(1, 4),
 )
