@@ -50,10 +50,11 @@ async def run_cases(client: AsgiClient, cases: Sequence[Case]) -> list[Verdict]:
             if case.is_operation:
                 verdicts.append(await _judged(client, case))
         await client.post("/resume", b"")
+        await _wait_until_idle(client)
+        assert not errors.lines, "\n".join(errors.lines[:5])
         await _check_quiet(client)
     finally:
         logging.getLogger().removeHandler(errors)
-    assert not errors.lines, errors.lines[:5]
     return sorted(verdicts, key=lambda verdict: verdict.case.number)
 
 
@@ -96,13 +97,19 @@ def _stream_code_and_problem(answer: Answer) -> tuple[str, str | None]:
     return NO_CODE, None if any(end in last for end in STREAM_ENDS) else f"the stream ends in {last[:300]!r}"
 
 
-async def _check_quiet(client: AsgiClient) -> None:
-    """Waits for what runs in the background, then looks at what is left."""
+async def _wait_until_idle(client: AsgiClient) -> None:
+    """Until what runs in the background has ended too."""
     engine = client.llm.engine
     end_s = time.monotonic() + ANSWER_TIMEOUT_S
     while engine.num_open_requests:
         assert time.monotonic() < end_s, f"{engine.num_open_requests} requests do not end"
         await asyncio.sleep(0.01)
+
+
+async def _check_quiet(client: AsgiClient) -> None:
+    """Looks at what is left: nothing."""
+    engine = client.llm.engine
+    end_s = time.monotonic() + ANSWER_TIMEOUT_S
     while engine.stats.num_free_blocks != engine.stats.num_blocks:
         assert time.monotonic() < end_s, f"blocks are held by nobody: {engine.stats}"
         await asyncio.sleep(0.01)
