@@ -393,3 +393,13 @@ def test_the_decision_log_of_an_engine_replays(tiny_model_path: Path, tmp_path: 
 def test_a_decision_log_that_cannot_be_written_is_told_at_the_start(tiny_model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write the decision log"):
         LLM(tiny_model_path, **OPTIONS, decision_log=tmp_path / "missing" / "run.log")
+
+
+def test_the_least_that_logits_may_be_divided_by_is_served(tiny_model_path: Path) -> None:
+    """What is smaller in float32 than a sampler takes would fail the step, and everybody in it."""
+    llm = LLM(tiny_model_path, num_kv_blocks=16, max_num_seqs=2, num_threads=1)
+    params = SamplingParams(
+        temperature=1e-9, top_p=1e-9, repetition_penalty=1e-9, max_tokens=4, ignore_eos=True, seed=1
+    )
+    (output,) = llm.generate("x", params)
+    assert output.outputs[0].finish_reason == "length" and llm.stats().num_failed_steps == 0

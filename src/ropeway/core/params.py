@@ -18,6 +18,7 @@ MAX_TIMEOUT_S = 365.0 * 86_400
 MAX_WEIGHT = 1e6
 MAX_LOGPROBS = 20  # alternatives per position, as OpenAI and vLLM bound them
 MAX_NAME_CHARACTERS = 512
+LEAST_POSITIVE = 1e-9  # what logits may be divided by, twice, and stay within float32
 MAX_COUNT = 2**31 - 1  # of tokens and token ids: what an int32 column of a batch holds
 
 
@@ -107,6 +108,11 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=MAX_SEED)
         _check_float("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_is_open=True)
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            if 0 < getattr(self, name) < LEAST_POSITIVE:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(self, name):g}; above 0 it must be at least {LEAST_POSITIVE:g}", param=name
+                )
         _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
