@@ -5,8 +5,8 @@ over and everything has come to rest: every KV block is free, only the connectio
 what it was after the warm-up, and the metrics say of every request, once and by class, what this client counted.
 
 The warm-up fills what the server keeps for a while (ended requests, responses), since that is bounded by number and
-would look like a leak until it is full, and goes on with a sixth of the chaos, in which everything is done for the
-first time. Memory is compared after that: the median of the last quarter with that of the first.
+would look like a leak until it is full; then chaos replaces all of it by its own. Memory is compared after that: the
+median of the last quarter with that of the first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from support.random_gguf import RandomModel, write_random_gguf
 
 NUM_CLIENTS = 24
 MAX_MEMORY_GROWTH = 0.02
-WARM_UP_SHARE = 6  # of the chaos, one part
 SAMPLE_S = 5.0
 START_TIMEOUT_S = 600.0
 REPORT_S = 30.0
@@ -40,6 +40,7 @@ QUIET_TIMEOUT_S = 120.0
 BURST = 96
 WARM_UP_REQUESTS = 4200  # as many as the server remembers
 WARM_UP_RESPONSES = 1050
+WARM_UP_SEQUENCES = 8000  # of the chaos; an answer has 1.4 or so
 FLAGS = (
     "--max-num-seqs", "16", "--num-kv-blocks", "256", "--max-num-queued-reqs", "48", "--max-num-batched-tokens", "256",
     "--header-timeout", "3", "--body-timeout", "3", "--write-timeout", "4", "--max-unread-size", "128K",
@@ -53,13 +54,12 @@ def resident_bytes(process_id: int) -> int:
 
 
 class Soak:
-    """One run against the server with this process id. duration_s: of the chaos, after the warm-up."""
+    """One run against the server with this process id."""
 
-    def __init__(self, chaos: Chaos, keys: Keys, process_id: int, duration_s: float, rng: random.Random) -> None:
+    def __init__(self, chaos: Chaos, keys: Keys, process_id: int, rng: random.Random) -> None:
         self._chaos = chaos
         self._keys = keys
         self._process_id = process_id
-        self._duration_s = duration_s
         self._rng = rng
         self.memory: list[tuple[float, int]] = []  # seconds since the start, resident bytes
 
@@ -77,14 +77,18 @@ class Soak:
 
         await asyncio.gather(*[client() for _ in range(NUM_CLIENTS)])
 
-    async def run(self) -> None:
-        """The chaos."""
+    async def run(self, duration_s: float, num_sequences: int = 0) -> None:
+        """The chaos, for so long, and until so many sequences more have ended."""
         loop = asyncio.get_running_loop()
-        start_s = loop.time()
-        end_s = start_s + self._duration_s
+        start_s, ended = loop.time(), self._chaos.ledger.ended
+        end_s, num_at_end = start_s + duration_s, sum(ended.values()) + num_sequences
+        self.memory = []
+
+        def is_over() -> bool:
+            return loop.time() >= end_s and sum(ended.values()) >= num_at_end
 
         async def client() -> None:
-            while loop.time() < end_s:
+            while not is_over():
                 await self._chaos.act()
 
         async def watch() -> None:
@@ -96,7 +100,7 @@ class Soak:
                     next_report_s = now_s + REPORT_S
                     ledger = self._chaos.ledger
                     print(
-                        f"{now_s - start_s:5.0f} s of {self._duration_s:g}: {ledger.num_requests} requests, "
+                        f"{now_s - start_s:5.0f} s of {duration_s:g}: {ledger.num_requests} requests, "
                         f"{sum(ledger.ended.values())} sequences ended, {ledger.num_refused} refused, "
                         f"{self.memory[-1][1] / 1e6:.1f} MB resident, {len(ledger.faults)} faults",
                         flush=True,
@@ -104,15 +108,14 @@ class Soak:
                 await asyncio.sleep(SAMPLE_S)
 
         watching = asyncio.create_task(watch())
-        await asyncio.gather(self._operate(end_s), *[client() for _ in range(NUM_CLIENTS)])
+        await asyncio.gather(self._operate(is_over), *[client() for _ in range(NUM_CLIENTS)])
         watching.cancel()
 
-    async def _operate(self, end_s: float) -> None:
-        loop = asyncio.get_running_loop()
+    async def _operate(self, is_over: Callable[[], bool]) -> None:
         actions = (self._reload_keys, self._reload_nonsense, self._pause, self._burst)
         number = 0
-        while loop.time() < end_s:
-            await asyncio.sleep(min(OPERATE_S, max(0.0, end_s - loop.time())) * self._rng.random())
+        while not is_over():
+            await asyncio.sleep(OPERATE_S * self._rng.random())
             await actions[number % len(actions)]()
             number += 1
 
@@ -171,18 +174,17 @@ async def perform(document: dict[str, Any], process_id: int, port: int, keys: Ke
     options = document["options"]
     rng = random.Random(options["seed"])
     chaos = Chaos(port, keys, rng)
-    soak = Soak(chaos, keys, process_id, options["duration_s"], rng)
+    soak = Soak(chaos, keys, process_id, rng)
     chaos.ledger.begin(await chaos.metrics())
     start_s = time.monotonic()
     await soak.warm_up(options["warm_up_requests"], options["warm_up_responses"])
     document["warm_up_s"] = time.monotonic() - start_s
     print(f"warmed up in {document['warm_up_s']:.0f} s, {resident_bytes(process_id) / 1e6:.1f} MB resident", flush=True)
-    await soak.run()
+    await soak.run(0, options["warm_up_sequences"])
+    print("everything that is kept is the chaos's own", flush=True)
+    await soak.run(options["duration_s"])
     text, wrong = await soak.rest()
-    warm_s = options["duration_s"] / WARM_UP_SHARE
-    document["memory"] = growth([each for each in soak.memory if each[0] >= warm_s]) | {
-        "at_rest": resident_bytes(process_id)
-    }
+    document["memory"] = growth(soak.memory) | {"at_rest": resident_bytes(process_id)}
     document["memory_samples"] = soak.memory
     document["client"] = chaos.ledger.table()
     samples = read_samples(text)
@@ -220,6 +222,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "duration_s": args.duration,
         "warm_up_requests": WARM_UP_REQUESTS,
         "warm_up_responses": WARM_UP_RESPONSES,
+        "warm_up_sequences": WARM_UP_SEQUENCES,
         "num_clients": NUM_CLIENTS,
         "flags": FLAGS,
         "checks_memory": True,

@@ -209,7 +209,8 @@ class EngineThread:
                 try:
                     engine.submit(request)
                 except RopewayError as error:
-                    orders.rejected.append((request.request_id, error))
+                    # Without its frames, which hold the orders, and so the error itself.
+                    orders.rejected.append((request.request_id, error.with_traceback(None)))
                 else:
                     orders.accepted_ids.append(request.request_id)
             case _Abort(request_id):

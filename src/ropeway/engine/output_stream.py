@@ -6,6 +6,7 @@ A reader that stops taking holds up nobody: its stream only gathers, bounded by 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 
 from ropeway.errors import RopewayError
@@ -46,8 +47,7 @@ class OutputStream:
         """Waits until the engine has taken every request: within a step. Raises the error of one that it refused."""
         while self._unaccepted and not self._is_over:
             await self._wait(wants_end=False)
-        if self._error is not None:
-            raise self._error
+        self._check_error()
 
     async def take(self) -> list[Delta]:
         """Waits for news and returns all of it; an empty list once everything has been taken or the stream was closed.
@@ -55,8 +55,7 @@ class OutputStream:
         Raises the error of a request that the engine refused, EngineStoppedError where the engine failed.
         """
         while not self._deltas:
-            if self._error is not None:
-                raise self._error
+            self._check_error()
             if self._is_over:
                 return []
             await self._wait(wants_end=False)
@@ -67,8 +66,7 @@ class OutputStream:
         """Waits for the end and returns every delta not yet taken. Raises as `take` does."""
         while not self._is_over:
             await self._wait(wants_end=True)
-        if self._error is not None:
-            raise self._error
+        self._check_error()
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -85,8 +83,7 @@ class OutputStream:
                 deltas, self._deltas = self._deltas, []
                 write(deltas)
                 continue
-            if self._error is not None:
-                raise self._error
+            self._check_error()
             if self._is_over:
                 return
             self._write = write
@@ -95,7 +92,10 @@ class OutputStream:
             finally:
                 self._write = None
             if self._write_failure is not None:
-                raise self._write_failure
+                try:
+                    raise self._write_failure
+                finally:
+                    self._write_failure = None  # this frame is in its traceback
 
     def close(self, cause: RopewayError | None = None) -> None:
         """Aborts what has not finished and ends the stream; its blocks are free before the next step is planned."""
@@ -114,6 +114,13 @@ class OutputStream:
     @property
     def _is_over(self) -> bool:
         return self._is_closed or self._error is not None or not self._unfinished
+
+    def _check_error(self) -> None:
+        """Raises the error that ended it: a copy, whose traceback ends with whoever catches it. The stream is in the
+        frames of that traceback, and would be in a circle with an error of its own.
+        """
+        if self._error is not None:
+            raise copy.copy(self._error)
 
     async def _wait(self, *, wants_end: bool) -> None:
         assert self._reader is None, "a stream has one reader"

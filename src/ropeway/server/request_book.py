@@ -9,12 +9,11 @@ is remembered for RETENTION_S after its end, and for less where more than MAX_EN
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ropeway.core.params import Request
@@ -176,9 +175,6 @@ class RequestBook:
         record = self._record_of.pop(report.request_id, None)
         if record is None:
             return  # submitted past the book, by a program that shares the engine
-        if report.error is not None:
-            # A copy has no traceback: that would keep the frames of whoever it is raised to, bodies and all.
-            report = replace(report, error=copy.copy(report.error))
         record.reports[report.request_id] = report
         record.caller.charge(report.num_generated_tokens if report.has_started else -report.num_prompt_tokens)
         if len(record.reports) == len(record.request_ids):

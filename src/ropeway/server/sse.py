@@ -102,47 +102,68 @@ class EventStreamResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
             try:
                 outbox.put(writer.first())
-                await self._pass_on(outbox)
-                if stream.is_finished:  # otherwise it was closed: the client has left
+                too_slow = await self._pass_on(outbox)
+                if too_slow is not None:
+                    outbox.put(writer.failure(too_slow))
+                elif stream.is_finished:  # otherwise it was closed: the client has left
                     outbox.put(writer.last())
             except RopewayError as error:
                 outbox.put(writer.failure(error))
             await outbox.sent()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _pass_on(self, outbox: Outbox) -> None:
-        """Raises SlowClientError where too much stays unread."""
-        stream, writer, max_bytes = self._stream, self._writer, self._limits.max_unread_bytes
-        pinging: asyncio.Task[None] | None = asyncio.create_task(self._ping(outbox))
-        too_slow: SlowClientError | None = None
+    async def _pass_on(self, outbox: Outbox) -> SlowClientError | None:
+        """All of the answer, or what was wrong where too much of it stayed unread."""
+        stream, writer, limits = self._stream, self._writer, self._limits
+        pinger = Pinger(outbox, writer.ping, limits.ping_s)
+        num_unread_bytes = 0
 
         def write(deltas: list[Delta]) -> None:
-            nonlocal pinging, too_slow
-            if pinging is not None:
-                pinging.cancel()
-                pinging = None
+            nonlocal num_unread_bytes
+            pinger.stop()
             outbox.put(writer.chunks(deltas))
-            if outbox.num_bytes > max_bytes:
-                too_slow = SlowClientError(
-                    f"the client has left {outbox.num_bytes} bytes of its stream unread, and at most {max_bytes} are "
-                    "kept for it: the rest of the answer was aborted; read faster, or ask for less"
-                )
-                stream.close(too_slow)
+            if outbox.num_bytes > limits.max_unread_bytes:
+                num_unread_bytes = outbox.num_bytes
+                stream.close(_too_slow(num_unread_bytes, limits.max_unread_bytes))
 
         try:
             await stream.pass_on(write)
         finally:
-            if pinging is not None:
-                pinging.cancel()
-        if too_slow is not None:
-            logger.warning("%s", too_slow)
-            raise too_slow
+            pinger.stop()
+        if not num_unread_bytes:
+            return None
+        error = _too_slow(num_unread_bytes, limits.max_unread_bytes)
+        logger.warning("%s", error)
+        return error
 
-    async def _ping(self, outbox: Outbox) -> None:
-        while True:
-            await asyncio.sleep(self._limits.ping_s)
-            if not outbox.num_bytes:
-                outbox.put(self._writer.ping)
+
+def _too_slow(num_bytes: int, max_bytes: int) -> SlowClientError:
+    return SlowClientError(
+        f"the client has left {num_bytes} bytes of its stream unread, and at most {max_bytes} are kept for it: the "
+        "rest of the answer was aborted; read faster, or ask for less"
+    )
+
+
+class Pinger:
+    """Puts a ping into an outbox every period_s from now on, until it is stopped; none where others wait in it."""
+
+    def __init__(self, outbox: Outbox, ping: bytes, period_s: float) -> None:
+        self._outbox = outbox
+        self._ping = ping
+        self._period_s = period_s
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(period_s, self._put)
+
+    def stop(self) -> None:
+        """Once and for all; it may have been stopped before."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _put(self) -> None:
+        if not self._outbox.num_bytes:
+            self._outbox.put(self._ping)
+        self._timer = self._loop.call_later(self._period_s, self._put)
 
 
 class Outbox:
