@@ -165,7 +165,8 @@ def test_a_wrong_file_fails_the_batch_and_names_the_line(
 
 def test_cancelling_keeps_what_was_answered(lab: OpenAI) -> None:
     long = {"max_tokens": 400, "ignore_eos": True}
-    batch = begin(lab, [chat_line("short", max_tokens=1), *[chat_line(f"long {n}", **long) for n in range(40)]])
+    # the pool holds them all: lines set out in no certain order, and the short one must not wait for a long one's memory
+    batch = begin(lab, [chat_line("short", max_tokens=1), *[chat_line(f"long {n}", **long) for n in range(10)]])
 
     def num_completed() -> int:
         counts = lab.batches.retrieve(batch.id).request_counts
@@ -177,7 +178,7 @@ def test_cancelling_keeps_what_was_answered(lab: OpenAI) -> None:
     assert done.status == "cancelled" and done.cancelled_at is not None and done.cancelling_at is not None
     answered = [each["custom_id"] for each in results(lab, done.output_file_id)]
     rest = results(lab, done.error_file_id)
-    assert "short" in answered and len(answered) + len(rest) == 41
+    assert "short" in answered and len(answered) + len(rest) == 11
     assert all(each["response"] is None and each["error"]["code"] == "batch_cancelled" for each in rest) and rest
     with pytest.raises(openai.BadRequestError, match="is cancelled"):
         lab.batches.cancel(batch.id)
