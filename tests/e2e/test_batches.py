@@ -165,7 +165,7 @@ def test_a_wrong_file_fails_the_batch_and_names_the_line(
 
 def test_cancelling_keeps_what_was_answered(lab: OpenAI) -> None:
     long = {"max_tokens": 400, "ignore_eos": True}
-    # the pool holds them all: lines set out in no certain order, and the short one must not wait for a long one's memory
+    # the pool holds them all: lines set out in no certain order, and the short one must not wait for memory
     batch = begin(lab, [chat_line("short", max_tokens=1), *[chat_line(f"long {n}", **long) for n in range(10)]])
 
     def num_completed() -> int:
