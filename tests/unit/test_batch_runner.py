@@ -125,10 +125,15 @@ def has_ended(record: BatchRecord) -> bool:
 def test_more_lines_than_are_read_at_once_are_answered_in_order(tmp_path: Path) -> None:
     num_now, most = 0, 0
 
+    are_four_here = asyncio.Event()
+
     async def answer(custom_id: str, seed: int) -> LineAnswer:
         nonlocal num_now, most
         num_now += 1
         most = max(most, num_now)
+        if num_now == 4:
+            are_four_here.set()
+        await asyncio.wait_for(are_four_here.wait(), 60)
         await asyncio.sleep(0.0001 * (int(custom_id[1:]) % 3))
         num_now -= 1
         return right(custom_id)
