@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from ropeway.errors import BatchStoreError, InvalidRequestError
 from ropeway.server.errors import BodyTooLargeError
-from ropeway.server.reading import DRAIN_RATIO
+from ropeway.server.reading import bounded_chunks
 
 FORM_BYTES = 64 << 10  # what a form may have around its file
 MAX_FIELDS = 16
@@ -35,7 +35,8 @@ async def read_upload(request: Request, max_bytes: int) -> AsyncIterator[Upload]
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "multipart/form-data":
         raise InvalidRequestError(f"an upload is multipart/form-data with a file, not {media_type[:60]!r}")
-    stream = _bounded(request, max_bytes)
+    too_large = BodyTooLargeError(f"the file is larger than the {max_bytes} bytes that this server takes")
+    stream = bounded_chunks(request, max_bytes + FORM_BYTES, too_large)
     parser = MultiPartParser(request.headers, stream, max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES)
     try:
         form = await parser.parse()
@@ -51,21 +52,3 @@ async def read_upload(request: Request, max_bytes: int) -> AsyncIterator[Upload]
         yield Upload(file, fields)
     finally:
         await form.close()
-
-
-async def _bounded(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
-    """The body, as it comes. What is only somewhat too large is read to its end, as `read_json` does."""
-    max_bytes += FORM_BYTES
-    too_large = BodyTooLargeError(f"the file is larger than the {max_bytes - FORM_BYTES} bytes that this server takes")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > DRAIN_RATIO * max_bytes:
-        raise too_large
-    num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes <= max_bytes:
-            yield chunk
-        elif num_bytes > DRAIN_RATIO * max_bytes:
-            break
-    if num_bytes > max_bytes:
-        raise too_large
