@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from harness.ledger import read_samples, total
-from harness.processes import free_port, running_server
+from harness.processes import free_port, resident_bytes, running_server
 from harness.raw_http import Exchange, fetch, request_bytes
 from harness.results import new_document, result_path, save
 from support.random_gguf import RandomModel, write_random_gguf
@@ -52,11 +52,6 @@ def raise_file_limit(num_files: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < num_files:
         raise SystemExit(f"{num_files} open files are needed and {hard} allowed; raise the limit with ulimit -Hn")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def resident_bytes(process_id: int) -> int:
-    fields = Path(f"/proc/{process_id}/status").read_text().split()
-    return int(fields[fields.index("VmRSS:") + 1]) * 1024
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class Load:
             num_blocks = num_running * (mean_tokens // BLOCK_SIZE + 1)
         else:
             num_blocks = (num_running + 1) * ((MAX_PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE + 1)
-        self.scheduler = SchedulerRecipe(
+        recipe = SchedulerRecipe(
             max_num_seqs=num_running * (2 if case.memory == "tight" else 1),
             max_num_batched_tokens=max(2048, 4 * num_running),
             max_model_len=MAX_PROMPT_TOKENS + MAX_TOKENS,
@@ -97,12 +97,8 @@ class Load:
             has_prefix_cache=True,
             scheduling_policy=case.policy,
             admission=case.admission,
-            step_fixed_s=COSTS.fixed_s,
-            step_token_s=COSTS.token_s,
-            step_later_token_s=COSTS.later_token_s,
-            step_pair_s=COSTS.pair_s,
-            step_row_s=COSTS.row_s,
-        ).make()
+        )
+        self.scheduler = recipe.with_step_costs(COSTS).make()
         self._now_s = 0.0
         self._num_added = 0
         self._wave = num_running if case.memory == "tight" else None

@@ -26,7 +26,7 @@ from typing import Any
 
 from harness.chaos import ADMIN_KEY, MAX_BODY_BYTES, Ask, Chaos, Keys
 from harness.ledger import read_samples, total
-from harness.processes import free_port, running_server
+from harness.processes import free_port, resident_bytes, running_server
 from harness.results import ROOT, new_document, result_path, save
 from support.random_gguf import RandomModel, write_random_gguf
 
@@ -46,11 +46,6 @@ FLAGS = (
     "--header-timeout", "3", "--body-timeout", "3", "--write-timeout", "4", "--max-unread-size", "128K",
     "--max-body-size", str(MAX_BODY_BYTES), "--admin-api-key", ADMIN_KEY, "--served-model-name", "tiny", "--no-batches",
 )  # fmt: skip
-
-
-def resident_bytes(process_id: int) -> int:
-    fields = Path(f"/proc/{process_id}/status").read_text().split()
-    return int(fields[fields.index("VmRSS:") + 1]) * 1024
 
 
 class Soak:

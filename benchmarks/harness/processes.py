@@ -1,4 +1,4 @@
-"""Starting, awaiting and stopping a program under test, and the processor time that it and others take. Linux only."""
+"""Starting and stopping a program under test; its memory, and the processor time it and others take. Linux only."""
 
 from __future__ import annotations
 
@@ -75,6 +75,11 @@ def cpu_s_of(process_id: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S + sum(cpu_s_of(int(child)) for child in children)
+
+
+def resident_bytes(process_id: int) -> int:
+    fields = Path(f"/proc/{process_id}/status").read_text().split()
+    return int(fields[fields.index("VmRSS:") + 1]) * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ropeway.config import EngineConfig, EngineFacts, ModelFacts, free_memory_by
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
-from ropeway.core.step_time import NO_COSTS, StepCosts
+from ropeway.core.step_time import StepCosts
 from ropeway.engine.async_engine import AsyncEngine
 from ropeway.engine.decision_log_file import DecisionLogFile
 from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
@@ -190,8 +190,7 @@ def scheduler_recipe(
     facts: EngineFacts, *, num_cache_groups: int = 1, costs: StepCosts | None = None
 ) -> SchedulerRecipe:
     """The part of the facts that decides the schedule. costs: of a step, at first; None paces by tokens only."""
-    costs = costs or NO_COSTS
-    return SchedulerRecipe(
+    recipe = SchedulerRecipe(
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
         max_model_len=facts.max_model_len,
@@ -208,14 +207,9 @@ def scheduler_recipe(
         objective=facts.objective,
         slo_ttft_s=facts.slo_ttft_s,
         slo_tpot_s=facts.slo_tpot_s,
-        step_fixed_s=costs.fixed_s,
-        step_token_s=costs.token_s,
-        step_later_token_s=costs.later_token_s,
-        step_pair_s=costs.pair_s,
-        step_row_s=costs.row_s,
-        step_read_s=costs.read_s,
         has_prefix_cache=facts.has_prefix_cache,
     )
+    return recipe if costs is None else recipe.with_step_costs(costs)
 
 
 def open_decision_log(facts: EngineFacts, recipe: SchedulerRecipe) -> DecisionLogFile | None:

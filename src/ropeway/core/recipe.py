@@ -7,7 +7,7 @@ of a decision log.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 from ropeway.core.admission import Admission, OptimisticAdmission, ReserveAdmission
 from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
@@ -66,6 +66,10 @@ class SchedulerRecipe:
     step_row_s: float = 0.0
     step_read_s: float = 0.0
 
+    def with_step_costs(self, costs: StepCosts) -> SchedulerRecipe:
+        """The same, with these costs in its fields."""
+        return replace(self, **{f"step_{name}": cost for name, cost in asdict(costs).items()})
+
     def make(self, hasher: BlockHasher | None = None) -> Scheduler:
         """A new scheduler. Raises ConfigError for a value out of range.
 
@@ -102,14 +106,7 @@ class SchedulerRecipe:
         return makers[self.scheduling_policy]
 
     def _make_pacing(self) -> Pacing:
-        costs = StepCosts(
-            self.step_fixed_s,
-            self.step_token_s,
-            self.step_later_token_s,
-            self.step_pair_s,
-            self.step_row_s,
-            self.step_read_s,
-        )
+        costs = StepCosts(*[getattr(self, f"step_{field.name}") for field in fields(StepCosts)])
         if costs == NO_COSTS:
             if self.slo_ttft_s is not None or self.slo_tpot_s is not None:
                 raise ConfigError("latency targets need step_x_s: the costs of a step")
