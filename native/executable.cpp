@@ -327,7 +327,7 @@ std::shared_ptr<float[]> Executable::forward(const ForwardBatch& batch) {
 void Executable::run_pass(const ForwardBatch& batch, int token0, int token1, int out0, int out1) {
   batch_ = &batch, token0_ = token0, out0_ = out0;
   find_segments(batch, token0, token1);
-  for (AttentionShape& shape : attention_shapes_) plan_attention(batch, shape);
+  for (AttentionShape& shape : attention_shapes_) plan_attention(shape);
   const int num_tokens = token1 - token0, num_selected = out1 - out0;
   num_chunks_.clear();
   for (Phase& phase : phases_) num_chunks_.push_back(plan_phase(phase, num_tokens, num_selected));
@@ -398,7 +398,7 @@ void Executable::find_segments(const ForwardBatch& batch, int token0, int token1
   }
 }
 
-void Executable::plan_attention(const ForwardBatch&, AttentionShape& shape) {
+void Executable::plan_attention(AttentionShape& shape) {
   // Many rows share a tile well; too many leave a thread without work at the end, unless their keys are shared out.
   const int max_pairs = std::min(kMaxQueryPairs, kMaxQueryFloats / shape.head_dim);
   const int num_pairs = static_cast<int>(segment_of_row_.size()) * shape.query_heads;

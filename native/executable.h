@@ -161,7 +161,7 @@ class Executable {
   void run_pass(const ForwardBatch& batch, int token0, int token1, int out0, int out1);
   void count_work(int num_tokens, int num_selected);
   void find_segments(const ForwardBatch& batch, int token0, int token1);
-  void plan_attention(const ForwardBatch& batch, AttentionShape& shape);
+  void plan_attention(AttentionShape& shape);
   void share_attention(AttentionShape& shape);
   int32_t plan_phase(Phase& phase, int num_tokens, int num_selected);
   void run_rows(const Phase& phase, int row0, int row1);

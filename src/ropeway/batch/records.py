@@ -5,7 +5,7 @@ Times are whole seconds since the epoch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Purpose = Literal["batch", "batch_output"]
@@ -105,3 +105,8 @@ class Page:
     after: str | None = None
     limit: int = 20
     is_ascending: bool = False
+
+    @property
+    def with_one_more(self) -> Page:
+        """The same and the entry behind it, where there is one: so it shows whether others follow."""
+        return replace(self, limit=self.limit + 1)

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from ropeway.cli.options import API_KEY_VARIABLE
 from ropeway.errors import BatchStoreError, ConfigError
 
 POLL_S = 1.0
 TIMEOUT_S = 60.0
 CHUNK_BYTES = 1 << 20
-KEY_VARIABLES = ("ROPEWAY_API_KEY", "OPENAI_API_KEY")
+KEY_VARIABLES = (API_KEY_VARIABLE, "OPENAI_API_KEY")
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 Fields = dict[str, Any]

@@ -29,3 +29,8 @@ class RequestReport:
     first_scheduled_s: float | None
     first_token_s: float | None
     end_s: float | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """It ended with an error, all of it or one of its sequences."""
+        return self.error is not None or "error" in self.finish_reasons

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ropeway.batch.journal import Journal
-from ropeway.batch.records import BatchRecord, Page
+from ropeway.batch.records import BatchRecord
 from ropeway.errors import InvalidRequestError, OverloadedError
 from ropeway.server.access import caller_of
 from ropeway.server.batch_answers import BATCH_ENDPOINTS
@@ -82,8 +82,7 @@ class _Batches:
     async def list(self, request: Request) -> Response:
         store, caller = await self._service.store(), caller_of(request)
         page = page_of(request.query_params, default_limit=DEFAULT_BATCH_PAGE, max_limit=MAX_BATCH_PAGE)
-        more = Page(page.after, page.limit + 1, page.is_ascending)
-        records = await store.journal.run(lambda journal: journal.batches(seen_by(caller), more))
+        records = await store.journal.run(lambda journal: journal.batches(seen_by(caller), page.with_one_more))
         return json_response(list_object([batch_object(each) for each in records], page.limit))
 
     async def retrieve(self, request: Request) -> Response:

@@ -12,11 +12,11 @@ import sqlite3
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ropeway.batch.directory import BatchDirectory
 from ropeway.batch.journal import Journal
@@ -227,11 +227,8 @@ class BatchRunner:
             task.cancel()
         self._changed.set()
 
-    def _begin_task(self, work: Awaitable[None]) -> None:
-        async def run() -> None:
-            await work
-
-        task = asyncio.create_task(run())
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

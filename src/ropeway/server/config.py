@@ -27,8 +27,6 @@ class ServerConfig:
     max_unread_bytes: of a stream that its client does not read; more end it. max_connections: more are refused.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
     api_keys: Mapping[str, KeyTerms] = field(default_factory=dict, repr=False)
     api_key_file: Path | None = None
     admin_api_key: str | None = field(default=None, repr=False)

@@ -87,8 +87,7 @@ class _Files:
         caller = caller_of(request)
         purpose = request.query_params.get("purpose")
         page = page_of(request.query_params, default_limit=MAX_FILE_PAGE, max_limit=MAX_FILE_PAGE)
-        more = Page(page.after, page.limit + 1, page.is_ascending)
-        records = await store.journal.run(lambda journal: journal.files(seen_by(caller), purpose, more))
+        records = await store.journal.run(lambda journal: journal.files(seen_by(caller), purpose, page.with_one_more))
         return json_response(list_object([file_object(each) for each in records], page.limit))
 
     async def retrieve(self, request: Request) -> Response:

@@ -216,7 +216,7 @@ def _state(record: AnswerRecord, progress: Sequence[SequenceProgress]) -> Answer
         reports = record.reports.values()
         if any("abort" in report.finish_reasons for report in reports):
             return "aborted"  # its error, if there is one, tells why
-        if any(report.error is not None or "error" in report.finish_reasons for report in reports):
+        if any(report.has_failed for report in reports):
             return "failed"
         return "finished" if record.end_s is not None else "waiting"  # on its way to the engine
     states = {each.state for each in progress}

@@ -116,32 +116,27 @@ class EventStreamResponse(Response):
         """All of the answer, or what was wrong where too much of it stayed unread."""
         stream, writer, limits = self._stream, self._writer, self._limits
         pinger = Pinger(outbox, writer.ping, limits.ping_s)
-        num_unread_bytes = 0
+        too_slow: SlowClientError | None = None
 
         def write(deltas: list[Delta]) -> None:
-            nonlocal num_unread_bytes
+            nonlocal too_slow
             pinger.stop()
             outbox.put(writer.chunks(deltas))
             if outbox.num_bytes > limits.max_unread_bytes:
-                num_unread_bytes = outbox.num_bytes
-                stream.close(_too_slow(num_unread_bytes, limits.max_unread_bytes))
+                too_slow = SlowClientError(
+                    f"the client has left {outbox.num_bytes} bytes of its stream unread, and at most "
+                    f"{limits.max_unread_bytes} are kept for it: the rest of the answer was aborted; read faster, or "
+                    "ask for less"
+                )
+                stream.close(too_slow)
 
         try:
             await stream.pass_on(write)
         finally:
             pinger.stop()
-        if not num_unread_bytes:
-            return None
-        error = _too_slow(num_unread_bytes, limits.max_unread_bytes)
-        logger.warning("%s", error)
-        return error
-
-
-def _too_slow(num_bytes: int, max_bytes: int) -> SlowClientError:
-    return SlowClientError(
-        f"the client has left {num_bytes} bytes of its stream unread, and at most {max_bytes} are kept for it: the "
-        "rest of the answer was aborted; read faster, or ask for less"
-    )
+        if too_slow is not None:
+            logger.warning("%s", too_slow)
+        return too_slow
 
 
 class Pinger:

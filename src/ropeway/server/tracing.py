@@ -102,7 +102,7 @@ class RequestTraces:
             return
         span.set_attributes(_happened(reports))
         error = next((report.error for report in reports if report.error is not None), None)
-        if error is not None or any("error" in report.finish_reasons for report in reports):
+        if any(report.has_failed for report in reports):
             span.set_attribute("error.type", "error" if error is None else type(error).__name__)
             span.set_status(StatusCode.ERROR)
         span.end()
