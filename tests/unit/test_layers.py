@@ -17,7 +17,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "text": set(),
     "model": set(),
-    "batch": set(),
+    "line_ends": set(),
+    "batch": {"line_ends"},
     "backends": {"model", "_native"},
     "machine_limits": {"_native"},
     "engine.runner": {"core", "backends", "engine.prompt_scores", "engine.token_lists", "engine.grammar_masks"},
@@ -38,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "server": {
         "core", "text", "engine", "batch", "config", "llm", "catalog", "inputs", "outputs", "machine_limits",
-        "_version",
+        "line_ends", "_version",
     },
     "bench": {
         "core", "text", "engine", "config", "llm", "catalog", "backends", "model", "inputs", "outputs", "server",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import orjson
 import pytest
 
 from ropeway.server.sse import Message, Outbox, begin
@@ -106,3 +108,20 @@ def test_an_outbox_gathers_while_the_socket_is_full_and_keeps_the_order() -> Non
             assert taken[-1] == b"again"
 
     asyncio.run(main())
+
+
+def test_an_event_is_one_line_for_every_reader() -> None:
+    """Readers of events split them with str.splitlines, which knows more line ends than the newline."""
+    text = "\u2028 \u2029 \x85 \x1c \x0b \r \n ä €"
+    sent: list[bytes] = []
+
+    async def take(message: Message) -> None:
+        sent.append(message["body"])
+
+    async def main() -> None:
+        async with Outbox(take) as outbox:
+            outbox.put(b"data: " + orjson.dumps({"text": text}) + b"\n\n")
+
+    asyncio.run(main())
+    data, blank = b"".join(sent).decode().splitlines()
+    assert json.loads(data.removeprefix("data: ")) == {"text": text} and not blank

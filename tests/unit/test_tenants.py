@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,11 @@ def test_a_missing_or_broken_file(tmp_path: Path) -> None:
 
 
 def test_keys_of_flags_are_tenants_of_their_own() -> None:
-    assert [terms.tenant for terms in terms_of_flags(["a", "b"]).values()] == ["key-1", "key-2"]
+    named = {key: terms.tenant for key, terms in terms_of_flags([SECRET, "b"]).items()}
+    assert named == {key: terms.tenant for key, terms in terms_of_flags(["b", "new", SECRET]).items() if key != "new"}
+    assert len(set(named.values())) == 2
+    assert named["b"] == "key-64bf23db6dfb"  # of every version: batches on disk are their owner's by this name
+    assert all(re.fullmatch("key-[0-9a-f]{12}", name) for name in named.values())
     for keys in (["a", "a"], [""], ["a b"], ["é"], ["x" * 513]):
         with pytest.raises(ConfigError, match="API key"):
             terms_of_flags(keys)

@@ -16,18 +16,12 @@ import orjson
 from ropeway.batch.directory import NewFile
 from ropeway.batch.journal import Journal
 from ropeway.batch.records import LineAnswer
+from ropeway.line_ends import escaped_line_ends
 
 _NEVER_RAN = {
     "expired": ("batch_expired", "This request was not answered before the batch expired."),
     "cancelled": ("batch_cancelled", "This request was not answered before the batch was cancelled."),
 }
-
-# What ends a line for some readers though it may stand in JSON as it is: str.splitlines is widely used on these files.
-_LINE_ENDS = (
-    (b"\xc2\x85", b"\\u0085"),
-    (b"\xe2\x80\xa8", b"\\u2028"),
-    (b"\xe2\x80\xa9", b"\\u2029"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +56,7 @@ def write_results(journal_path: Path, batch: int, status: str, output_path: Path
 
 def result_line(batch: int, number: int, custom_id: str, answer: LineAnswer | None, status: str) -> bytes:
     """One line, with its end, and without another. status: of the batch, which says why there is no answer."""
-    line = _json(batch, number, custom_id, answer, status)
-    for character, escaped in _LINE_ENDS:
-        line = line.replace(character, escaped)
-    return line + b"\n"
+    return escaped_line_ends(_json(batch, number, custom_id, answer, status)) + b"\n"
 
 
 def _json(batch: int, number: int, custom_id: str, answer: LineAnswer | None, status: str) -> bytes:

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from ropeway.engine.output_stream import OutputStream
 from ropeway.errors import RopewayError, SlowClientError
+from ropeway.line_ends import escaped_line_ends
 from ropeway.outputs import Delta
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,8 @@ class Pinger:
 
 
 class Outbox:
-    """Sends chunks of a response's body in order: at once while the client's socket has room, else as it gets some.
+    """Sends chunks of events in order: at once while the client's socket has room, else as it gets some. Their lines
+    end nowhere but at their newlines, whatever a reader takes for the end of one.
 
     num_bytes: put and not yet taken by the socket.
     """
@@ -181,9 +183,10 @@ class Outbox:
             self._sending.cancel()
 
     def put(self, chunk: bytes) -> None:
-        """Sends a chunk, or keeps it until there is room; an empty one is nothing."""
+        """Sends a chunk of events, or keeps it until there is room; an empty one is nothing."""
         if not chunk:
             return
+        chunk = escaped_line_ends(chunk)
         if self._sending is None:
             rest = begin(self._send(_body(chunk)))
             if rest is None:

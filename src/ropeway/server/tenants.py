@@ -6,6 +6,7 @@ and nothing that is logged or dumped holds one.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import secrets
@@ -51,15 +52,22 @@ class KeyTerms:
 
 
 def terms_of_flags(keys: Iterable[str]) -> dict[str, KeyTerms]:
-    """Terms of keys given without any: each is a tenant of its own, named by its place. Raises ConfigError."""
+    """Terms of keys given without any: each is a tenant of its own, whose name follows from the key alone, so that what
+    is kept on disk for it stays its own when keys come, go or change places. Raises ConfigError.
+    """
     named: dict[str, KeyTerms] = {}
     for number, key in enumerate(keys, start=1):
         where = f"API key {number}"
         check_key(where, key)
         if key in named:
             raise ConfigError(f"{where} was given before")
-        named[key] = KeyTerms(tenant=f"key-{number}")
+        named[key] = KeyTerms(tenant=f"key-{_fingerprint(key)}")
     return named
+
+
+def _fingerprint(key: str) -> str:
+    """12 hexadecimal digits that name a key without telling it; not of the key alone: tables of such hashes exist."""
+    return hashlib.sha256(b"ropeway tenant of key " + key.encode()).hexdigest()[:12]
 
 
 def check_key(where: str, key: str) -> None:
