@@ -44,7 +44,7 @@ void find_top(const LogprobRow& row, const SampleScratch& scratch) {
 }
 
 void logprob_row(const LogprobRow& row, const SampleScratch& scratch) {
-  const int32_t row_max = find_max(row.logits, row.vocab_size, scratch.chunk_max);
+  const int32_t row_max = find_max(row.logits, row.vocab_size, nullptr, scratch.chunk_max);
   if (row_max == kKeyMasked) {
     *row.logprob = __builtin_nanf("");
     *row.rank = 1;

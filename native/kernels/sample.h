@@ -84,8 +84,22 @@ void apply_penalties(const SampleRow& row, uint32_t* counts) {
   }
 }
 
+inline int32_t chunk_size(int32_t vocab_size, int32_t chunk) {
+  const int32_t rest = vocab_size - chunk * kSampleChunk;
+  return rest < kSampleChunk ? rest : kSampleChunk;
+}
+
+// Whether the mask leaves nothing of a chunk. Such chunks are neither written nor read: grammars often allow a handful
+// of tokens, and going over all of the row costs more than the rest of the draw.
+inline bool is_masked_out(const uint32_t* mask, int32_t vocab_size, int32_t chunk) {
+  if (!mask) return false;
+  const uint32_t* words = mask + chunk * (kSampleChunk / 32);
+  return words[0] == 0 && (chunk_size(vocab_size, chunk) <= 32 || words[1] == 0);
+}
+
 void apply_mask(const SampleRow& row) {
   for (int32_t begin = 0, word = 0; begin < row.vocab_size; begin += 32, ++word) {
+    if (is_masked_out(row.mask, row.vocab_size, begin / kSampleChunk)) continue;
     const uint32_t bits = row.mask[word];
     const int32_t size = row.vocab_size - begin < 32 ? row.vocab_size - begin : 32;
     float* x = row.logits + begin;
@@ -118,18 +132,22 @@ inline void chunk_extremes(const float* x, int32_t size, int32_t& key_max, int32
   magnitude_max = magnitude > magnitude_max ? magnitude : magnitude_max;
 }
 
-// The largest key of each chunk and of the row; kKeyMasked if there is a NaN.
-int32_t find_max(const float* logits, int32_t vocab_size, int32_t* chunk_max) {
-  const int32_t num_full = vocab_size / kSampleChunk, rest = vocab_size % kSampleChunk;
-  int32_t magnitude = 0;
-  for (int32_t c = 0; c < num_full; ++c) {
-    chunk_extremes(logits + c * kSampleChunk, kSampleChunk, chunk_max[c], magnitude);
+// The largest key of each chunk and of the row; kKeyMasked if there is a NaN. mask: may be null.
+int32_t find_max(const float* logits, int32_t vocab_size, const uint32_t* mask, int32_t* chunk_max) {
+  const int32_t num_chunks = (vocab_size + kSampleChunk - 1) / kSampleChunk;
+  int32_t magnitude = 0, row_max = kKeyMasked;
+  for (int32_t c = 0; c < num_chunks; ++c) {
+    const float* x = logits + c * kSampleChunk;
+    if (is_masked_out(mask, vocab_size, c)) {
+      chunk_max[c] = kKeyMasked;
+    } else if (const int32_t size = chunk_size(vocab_size, c); size == kSampleChunk) {
+      chunk_extremes(x, kSampleChunk, chunk_max[c], magnitude);  // a length known here is worth a loop of its own
+    } else {
+      chunk_extremes(x, size, chunk_max[c], magnitude);
+    }
+    row_max = chunk_max[c] > row_max ? chunk_max[c] : row_max;
   }
-  if (rest > 0) chunk_extremes(logits + num_full * kSampleChunk, rest, chunk_max[num_full], magnitude);
-  if (magnitude > 0x7f800000) return kKeyMasked;
-  int32_t row_max = kKeyMasked;
-  for (int32_t c = 0; c < num_full + (rest > 0); ++c) row_max = chunk_max[c] > row_max ? chunk_max[c] : row_max;
-  return row_max;
+  return magnitude > 0x7f800000 ? kKeyMasked : row_max;
 }
 
 // The first token with the largest key.
@@ -253,19 +271,21 @@ inline uint64_t weigh_chunk(const float* x, int32_t size, float max, float tempe
   return (uint64_t(high) << 16) + low;
 }
 
-// Fills the weights and the chunks' sums of the whole row; returns the sum of all.
+// Fills the chunks' sums, and the weights of chunks whose sum is not 0; returns the sum of all.
 uint64_t weigh_all(const SampleRow& row, float max, uint32_t least, const SampleScratch& scratch) {
-  const int32_t num_full = row.vocab_size / kSampleChunk, rest = row.vocab_size % kSampleChunk;
+  const int32_t num_chunks = (row.vocab_size + kSampleChunk - 1) / kSampleChunk;
   uint64_t total = 0;
-  for (int32_t c = 0; c < num_full; ++c) {
-    const int32_t at = c * kSampleChunk;
-    total += scratch.chunk_sums[c] =
-        weigh_chunk(row.logits + at, kSampleChunk, max, row.temperature, least, scratch.weights + at);
-  }
-  if (rest > 0) {
-    const int32_t at = num_full * kSampleChunk;
-    total += scratch.chunk_sums[num_full] =
-        weigh_chunk(row.logits + at, rest, max, row.temperature, least, scratch.weights + at);
+  for (int32_t c = 0; c < num_chunks; ++c) {
+    const int32_t at = c * kSampleChunk, size = chunk_size(row.vocab_size, c);
+    const float* x = row.logits + at;
+    uint32_t* weights = scratch.weights + at;
+    uint64_t sum = 0;
+    if (size == kSampleChunk && scratch.chunk_max[c] != kKeyMasked) {
+      sum = weigh_chunk(x, kSampleChunk, max, row.temperature, least, weights);
+    } else if (scratch.chunk_max[c] != kKeyMasked) {
+      sum = weigh_chunk(x, size, max, row.temperature, least, weights);
+    }
+    total += scratch.chunk_sums[c] = sum;
   }
   return total;
 }
@@ -308,7 +328,7 @@ SampleDraw draw_from_all(const SampleRow& row, uint64_t total, const SampleScrat
 
 SampleDraw sample_row(const SampleRow& row, const SampleScratch& scratch) {
   adjust_logits(row, scratch.counts);
-  const int32_t row_max = find_max(row.logits, row.vocab_size, scratch.chunk_max);
+  const int32_t row_max = find_max(row.logits, row.vocab_size, row.mask, scratch.chunk_max);
   if (row_max == kKeyMasked) return {0, true, 0};
   if (row.temperature == 0.0f) return {first_largest(row, row_max, scratch.chunk_max), false, 0};
 

@@ -306,6 +306,23 @@ def test_masks_and_chosen_rows_of_logits(isa: str, vocab_size: int) -> None:
     np.testing.assert_array_equal(changed[[2, 5, 10, 14]], wide[[2, 5, 10, 14]])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("vocab_size", [33, 64, 65, 97, 4096, 4097])
+def test_what_a_mask_leaves_out_is_not_read(isa: str, vocab_size: int) -> None:
+    """Whole chunks are left out by the masks of grammars: draws and weights are as if all of the row had been read."""
+    rng = np.random.default_rng(vocab_size)
+    logits, batch = random_rows(rng, 48, vocab_size, lambda size: rng.normal(scale=2, size=size))
+    allowed = {}
+    for row, num_allowed in enumerate([1, 2, 5, 20, vocab_size - 1, vocab_size] * 8):
+        allowed[row] = np.zeros(vocab_size, np.bool_)
+        allowed[row][rng.choice(vocab_size, min(num_allowed, vocab_size), replace=False)] = True
+        if row % 3 == 0:
+            allowed[row] = np.sort(allowed[row])[:: 1 if row % 2 else -1]  # one run, at the end or at the beginning
+        logits[row][~allowed[row]] = (1e30, np.nan, INF)[row % 3]
+    batch = dataclasses.replace(batch, masks=sample_batch(48, allowed=allowed).masks)
+    assert_equal_to_reference(logits, batch, isa)
+
+
 def test_refuses_rows_that_are_not_there() -> None:
     sampler = _native.Sampler(_native.ThreadPool(1), 8)
     logits, three = np.zeros((3, 8), np.float32), np.zeros(3, np.int32)

@@ -35,6 +35,15 @@ _JSON_LAYOUT: Any = {
     "key_separator": ": ",
 }
 
+# Regular expressions of tokens that a state may allow all together, so that they are not tried one by one: text within
+# a JSON string, by its length, for strings whose length is bounded. Masks are the same whatever the slices. Those of
+# llguidance know the lengths 10 and 30 only; with these the masks of 32 sequences take 2.5 ms instead of 3.2.
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (1, 2, 3, 4, 6, 8, 10, 15, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+
 
 def json_schema_grammar(schema: object) -> str:
     """A grammar of JSON texts that fit `schema`: a JSON Schema as decoded JSON.
@@ -122,7 +131,6 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._vocabulary: llguidance.LLTokenizer | None = None
-        self._executor: llguidance.LLExecutor | None = None
 
     def prepare(self) -> None:
         """Reads the vocabulary, where that has not happened yet."""
@@ -147,13 +155,9 @@ class Grammars:
         A matcher that cannot go on (its grammar needs more than its limits) allows nothing.
         """
         assert words.flags["C_CONTIGUOUS"] and len(words) == len(matchers)
-        pairs = [(each.matcher, row) for row, each in enumerate(matchers)]
-        if self._executor is None:
-            import llguidance
-
-            self._executor = llguidance.LLExecutor(1)
-        self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.shape[1] * 4, len(words))
-        for row, each in enumerate(matchers):
+        first, size = words.ctypes.data, words.shape[1] * 4
+        for row, each in enumerate(matchers):  # not by an LLExecutor, whose thread takes 1.3 to 1.6 times the time
+            each.matcher.unsafe_compute_mask_ptr(first + row * size, size)
             if each.matcher.is_error():
                 words[row] = 0
 
@@ -190,7 +194,8 @@ class Grammars:
             import llguidance
 
             wrapper = llguidance.TokenizerWrapper(_VocabularySource(self._tokenizer))
-            self._vocabulary = llguidance.LLTokenizer(wrapper, eos_token=sorted(self._tokenizer.eos_token_ids))
+            end_ids = sorted(self._tokenizer.eos_token_ids)
+            self._vocabulary = llguidance.LLTokenizer(wrapper, eos_token=end_ids, slices=_SLICES)
         return self._vocabulary
 
 
