@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
@@ -214,6 +215,19 @@ def test_masks_allow_what_may_come_next(tokenizer: Tokenizer, grammars: Grammars
     assert not grammars.accept(matcher, tokenizer.encode("a", add_bos=False)[0])
     assert allowed() == {"b", "c"}
     assert grammars.accept(matcher, tokenizer.encode("c", add_bos=False)[0])
+
+
+def test_masks_do_not_depend_on_slices(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """Within strings of every length that is left, and beyond: as where each token is tried by itself."""
+    grammar = json_schema_grammar({"type": "object", "properties": {"a": {"type": "string", "maxLength": 35}}})
+    matcher = grammars.new_matcher(grammar)
+    vocabulary = grammars._read_vocabulary()
+    alone = llguidance.LLMatcher(vocabulary.with_slices([]), grammar)
+    sliced = np.zeros((1, -(-tokenizer.vocab_size // 32)), dtype=np.uint32)
+    for token_id in tokenizer.encode('{"a": "' + "x" * 35 + '"', add_bos=False):
+        grammars.fill_masks([matcher], sliced)
+        assert sliced.tobytes() == alone.compute_bitmask()[: sliced.nbytes]
+        assert alone.consume_token(token_id) and not grammars.accept(matcher, token_id)
 
 
 def test_compiled_grammars_are_kept_to_a_bound(tokenizer: Tokenizer) -> None:
