@@ -125,6 +125,21 @@ def test_a_line_is_a_crowd_where_its_prompts_will_decode(max_tokens: int, is_cro
     assert (longest_s > 2.5 * undisturbed_s) == is_crowd
 
 
+@pytest.mark.parametrize(
+    ("num_decodes", "num_prompts", "limit_s"), [(1, 4, 8 * 0.0104), (1, 20, 0.25), (32, 20, 0.25), (64, 20, 3 * 0.131)]
+)
+def test_a_crowd_may_take_a_quarter_of_a_second(num_decodes: int, num_prompts: int, limit_s: float) -> None:
+    """Or three times the decodes of everybody, where that is more; but never more than eight times."""
+    drive = Drive(pacing())
+    decoding(drive, num_decodes)
+    drive.steps.clear()
+    for number in range(num_prompts):
+        drive.add(str(number), 100, 64)
+    drive.step()
+    drive.step()
+    assert max(step_s for _, step_s in drive.steps) == pytest.approx(limit_s, rel=0.02)
+
+
 def test_objectives_in_order() -> None:
     times_s = {}
     for objective in ("latency", "balanced", "throughput"):
