@@ -14,7 +14,7 @@ import orjson
 from ropeway.engine.output_stream import OutputStream
 from ropeway.errors import RopewayError
 from ropeway.outputs import Delta
-from ropeway.server.choices import ChoiceNews
+from ropeway.server.choices import ChoiceNews, RequestChoices
 from ropeway.server.conversation import ChatMessage
 from ropeway.server.errors import error_body
 from ropeway.server.openai import Generation, Usage, computation_error
@@ -101,16 +101,20 @@ class OutputItems:
 class LiveResponse:
     """One response as it grows, and when it has ended: `object` at any time. Writes its events, if they are wanted.
 
-    on_ended: called once its status is final.
+    It is stored for long, so it keeps what is shown of a generation, not its prompt's tokens. on_ended: called once its
+    status is final.
     """
 
     ping = b": ping\n\n"
 
     def __init__(self, generation: Generation, body: ResponsesBody, on_ended: Callable[[], None]) -> None:
-        self._generation = generation
+        params = generation.requests[0].params
+        self._id, self._created, self._model = generation.answer_id, generation.created, generation.model
+        self._temperature, self._top_p = params.temperature, params.top_p
         self._body = body
         self._on_ended = on_ended
-        (self._choices,) = generation.news_of().values()
+        self._choices: RequestChoices | None
+        (self._choices,) = generation.news_of().values()  # until there are no more deltas
         self._usage = Usage(generation.num_prompt_tokens)
         self.items = OutputItems()
         self.status = "in_progress"
@@ -125,11 +129,11 @@ class LiveResponse:
 
     def object(self) -> Fields:
         """The response as it is now."""
-        body, generation = self._body, self._generation
+        body = self._body
         return {
-            "id": generation.answer_id,
+            "id": self._id,
             "object": "response",
-            "created_at": generation.created,
+            "created_at": self._created,
             "status": self.status,
             "background": bool(body.background),
             "error": self._error,
@@ -137,16 +141,16 @@ class LiveResponse:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": generation.model,
+            "model": self._model,
             "output": self.items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "store": body.is_stored,
-            "temperature": generation.requests[0].params.temperature,
+            "temperature": self._temperature,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": generation.requests[0].params.top_p,
+            "top_p": self._top_p,
             "truncation": "disabled",
             "usage": self._usage_fields() if self.is_over else None,
             "user": body.user,
@@ -157,6 +161,7 @@ class LiveResponse:
         return self._written([{"type": f"response.{name}", "response": shown} for name in ("created", "in_progress")])
 
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
+        assert self._choices is not None, "a delta after the last"
         events: list[Event] = []
         for delta in deltas:
             self._usage.add(delta)
@@ -170,12 +175,14 @@ class LiveResponse:
         return self._written(events)
 
     def last(self) -> bytes:
+        self._choices = None
         self.end({"length": "incomplete", "abort": "cancelled"}.get(self._finish_reason or "", "completed"))
         name = {"cancelled": "failed"}.get(self.status, self.status)
         return self._written([{"type": f"response.{name}", "response": self.object()}])
 
     def failure(self, error: RopewayError) -> bytes:
         """An error after the start is told as the response's own."""
+        self._choices = None
         told = orjson.loads(error_body(error)[1])["error"]
         self._error = {"code": "server_error", "message": told["message"]}
         self.end("failed")

@@ -1,0 +1,55 @@
+"""What a response keeps once it has ended: it may be stored for an hour, so none of what only its making needs."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import pytest
+
+from ropeway.core.params import Request, SamplingParams
+from ropeway.errors import EngineStoppedError
+from ropeway.model.gguf import GgufFile
+from ropeway.outputs import Delta
+from ropeway.server.choices import RequestChoices, Wishes
+from ropeway.server.openai import Generation
+from ropeway.server.responses import LiveResponse
+from ropeway.server.responses_body import ResponsesBody
+from ropeway.text.tokenizer import Tokenizer
+
+
+def reachable(root: object) -> set[type]:
+    """Types of everything that an object keeps alive."""
+    seen: dict[int, object] = {}
+    todo = [root]
+    while todo:
+        found = todo.pop()
+        if id(found) not in seen and not isinstance(found, type | FunctionType | ModuleType):
+            seen[id(found)] = found
+            todo += gc.get_referents(found)
+    return {type(each) for each in seen.values()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_ended_response_keeps_neither_its_prompt_tokens_nor_what_read_its_answer(
+    tiny_model_path: Path, fails: bool
+) -> None:
+    request = Request("r", (5, 6), SamplingParams(temperature=0.5, top_p=0.25), 100, seed=9)
+    tokenizer = Tokenizer.from_metadata(GgufFile.open(tiny_model_path).metadata)
+    generation = Generation("resp_1", "tiny", 7, (request,), False, Wishes(), tokenizer)
+    ends: list[str] = []
+    live = LiveResponse(generation, ResponsesBody(input="a"), lambda: ends.append("ended"))
+    live.chunks([Delta("r", 0, "text", (70,), None)])
+    assert RequestChoices in reachable(live)
+    if fails:
+        live.failure(EngineStoppedError("the engine is not running"))
+    else:
+        live.chunks([Delta("r", 0, "", (), "length")])
+        live.last()
+    assert not {RequestChoices, Request, Generation, Tokenizer} & reachable(live)
+    shown = live.object()
+    assert (shown["id"], shown["model"], shown["created_at"]) == ("resp_1", "tiny", 7)
+    assert (shown["temperature"], shown["top_p"], shown["status"]) == (0.5, 0.25, "failed" if fails else "incomplete")
+    assert shown["output"][0]["content"][0]["text"] == "text" and ends == ["ended"]
+    assert shown["usage"]["input_tokens"] == 2
