@@ -26,7 +26,7 @@ from typing import Any
 
 from harness.chaos import ADMIN_KEY, MAX_BODY_BYTES, Ask, Chaos, Keys
 from harness.ledger import read_samples, total
-from harness.processes import free_port, resident_bytes, running_server
+from harness.processes import free_port, resident_bytes, resident_parts, running_server
 from harness.results import ROOT, new_document, result_path, save
 from support.random_gguf import RandomModel, write_random_gguf
 
@@ -40,7 +40,7 @@ QUIET_TIMEOUT_S = 120.0
 BURST = 96
 WARM_UP_REQUESTS = 4200  # as many as the server remembers
 WARM_UP_RESPONSES = 1050
-WARM_UP_SEQUENCES = 8000  # of the chaos; an answer has 1.4 or so
+WARM_UP_SEQUENCES = 10000  # of the chaos: 7,000 answers, of which one in six is a response that is stored
 FLAGS = (
     "--max-num-seqs", "16", "--num-kv-blocks", "256", "--max-num-queued-reqs", "48", "--max-num-batched-tokens", "256",
     "--header-timeout", "3", "--body-timeout", "3", "--write-timeout", "4", "--max-unread-size", "128K",
@@ -177,9 +177,12 @@ async def perform(document: dict[str, Any], process_id: int, port: int, keys: Ke
     print(f"warmed up in {document['warm_up_s']:.0f} s, {resident_bytes(process_id) / 1e6:.1f} MB resident", flush=True)
     await soak.run(0, options["warm_up_sequences"])
     print("everything that is kept is the chaos's own", flush=True)
+    parts = [resident_parts(process_id)]
     await soak.run(options["duration_s"])
+    parts.append(resident_parts(process_id))
     text, wrong = await soak.rest()
     document["memory"] = growth(soak.memory) | {"at_rest": resident_bytes(process_id)}
+    document["memory_parts"] = parts  # before and after what is compared: where a growth is
     document["memory_samples"] = soak.memory
     document["client"] = chaos.ledger.table()
     samples = read_samples(text)

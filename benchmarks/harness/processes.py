@@ -82,6 +82,22 @@ def resident_bytes(process_id: int) -> int:
     return int(fields[fields.index("VmRSS:") + 1]) * 1024
 
 
+def resident_parts(process_id: int) -> dict[str, int]:
+    """Resident bytes by what they are mapped for: files, the C heap, and anonymous memory: Python's own arenas (1 MiB
+    each), the C library's arenas of other threads, and large blocks.
+    """
+    parts = dict.fromkeys(("files", "heap", "anonymous", "other"), 0)
+    part = "other"
+    for line in Path(f"/proc/{process_id}/smaps").read_text().splitlines():
+        fields = line.split()
+        if not fields[0].endswith(":"):
+            name = fields[5] if len(fields) > 5 else ""
+            part = "files" if name.startswith("/") else {"": "anonymous", "[heap]": "heap"}.get(name, "other")
+        elif fields[0] == "Rss:":
+            parts[part] += int(fields[1]) * 1024
+    return parts
+
+
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
     """Processor seconds so far: of the whole machine (busy, steal included), of the contestant, of this process."""

@@ -16,7 +16,14 @@ import batching
 import peers
 from harness.contestants import HttpContestant, Measurement, Paddock, settings_of
 from harness.environments import Environments
-from harness.processes import ContestantError, CpuTimes, free_port, running_server
+from harness.processes import (
+    ContestantError,
+    CpuTimes,
+    free_port,
+    resident_bytes,
+    resident_parts,
+    running_server,
+)
 from harness.results import describe_commit, describe_machine, markdown_table, new_document, save
 from harness.rows import METRICS, ROWS, Row
 from harness.schedule import expected_s, format_plan, plan_s, planned_rounds
@@ -357,3 +364,10 @@ def test_the_gain_is_taken_within_a_seed_and_an_unfair_baseline_is_told(capsys: 
     table = batching.format_table(fair)
     assert len(table.splitlines()) == 2 + 4 * 3
     assert "gain of continuous" in batching.plot(fair).lower()
+
+
+def test_the_parts_of_a_process_make_up_its_memory() -> None:
+    block = b"x" * (32 << 20)  # too large for the heap
+    parts, whole = resident_parts(os.getpid()), resident_bytes(os.getpid())
+    assert parts["files"] and parts["heap"] and parts["anonymous"] >= len(block)
+    assert sum(parts.values()) == pytest.approx(whole, rel=0.1)
