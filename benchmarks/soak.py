@@ -5,8 +5,10 @@ over and everything has come to rest: every KV block is free, only the connectio
 what it was after the warm-up, and the metrics say of every request, once and by class, what this client counted.
 
 The warm-up fills what the server keeps for a while (ended requests, responses), since that is bounded by number and
-would look like a leak until it is full; then chaos replaces all of it by its own. Memory is compared after that: the
-median of the last quarter with that of the first.
+would look like a leak until it is full; then chaos replaces all of it by its own. Meanwhile CPython's free lists fill:
+it keeps up to 2,000 tuples of each length below 20, 5 MB in all, until a full garbage collection. After some 9,700
+sequences of a run those were 34,000 blocks, and not one object was in an unreachable circle. Memory is compared after:
+the median of the last quarter with that of the first.
 """
 
 from __future__ import annotations
