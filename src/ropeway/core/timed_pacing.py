@@ -71,12 +71,12 @@ MIN_FACTOR = 1.7  # prompts go on, however unpredictable steps are
 # A prompt with so many tokens to go, or fewer, is about to decode beside the others: a step's length is measured by
 # what it will be then. Without this a full house stays half empty: 32 clients who ask 128 tokens and take 64 settled at
 # 10 decoding and 22 waiting, since prompts need more of the time than so few decodes lend them. One under way changes
-# nothing, which may be the end of a long one; beside few decodes nor do two: next to a single one they would stretch its
-# gaps to 2.6 x. Steps of up to 0.25 s instead of 3 x, and the crowd in full from FULL_CROWD = 0.06 instead of 0.25 on,
-# served 32 clients of evidence-peers (virtual time, two seeds) 312 instead of 289 tokens/s, with TTFT p50 0.37 instead
-# of 0.75 s and TPOT p50 96 instead of 97 ms; TPOT p99 was 172 instead of 130 ms. With two exempt beside many, too, TTFT
-# p50 was 0.44 s. For 128 clients 3 x is more than 0.25 s, and with less TTFT p50 was 7.5 instead of 1.1 s. The share
-# grows with the crowd.
+# nothing, which may be the end of a long one; beside few decodes nor do two: next to a single one they would stretch
+# its gaps to 2.6 x. Steps of up to 0.25 s instead of 3 x, and the crowd in full from FULL_CROWD = 0.06 instead of 0.25
+# on, served 32 clients of evidence-peers (virtual time, two seeds) 312 instead of 289 tokens/s, with TTFT p50 0.37
+# instead of 0.75 s and TPOT p50 96 instead of 97 ms; TPOT p99 was 172 instead of 130 ms. With two exempt beside many,
+# too, TTFT p50 was 0.44 s. For 128 clients 3 x is more than 0.25 s, and with less TTFT p50 was 7.5 instead of 1.1 s.
+# The share grows with the crowd.
 JOINING_TOKENS = 256
 FULL_CROWD = 0.06  # of those who decode, joining
 NUM_UNDER_WAY_BESIDE_FEW, NUM_UNDER_WAY, MANY_DECODES = 2, 1, 8
