@@ -6,6 +6,7 @@ sequences are preempted. The first of the order is preempted only for one ahead 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
@@ -15,6 +16,8 @@ from ropeway.core.sequence import Sequence
 from ropeway.errors import ConfigError
 
 Key = tuple[float, ...]
+
+_by_rank = attrgetter("rank")
 
 SPF_S_PER_TOKEN = 0.01  # about ten times what computing a token of a prompt takes
 SPF_MAX_HANDICAP_S = 60.0
@@ -146,7 +149,7 @@ class FirstComeFirstServed:
         return False
 
     def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
-        return sorted(running, key=attrgetter("rank"))
+        return sorted(running, key=_by_rank)
 
     def on_boarded(self, sequence: Sequence) -> None:
         pass
@@ -181,17 +184,41 @@ class PriorityOrder(FirstComeFirstServed):
         if aging_s < 0:
             raise ConfigError(f"priority_aging_s must be at least 0 seconds, not {aging_s:g}")
         self._aging_s = aging_s
+        self._running: list[Sequence] = []  # by rank
 
     def rank(self, sequence: Sequence) -> float:
         priority = sequence.request.terms.priority
         return sequence.arrival_s + priority * self._aging_s if self._aging_s else float(priority)
 
+    def push(self, sequence: Sequence, now_s: float) -> None:
+        if sequence.num_preemptions:
+            self._discard_running(sequence)
+        super().push(sequence, now_s)
+
+    def on_boarded(self, sequence: Sequence) -> None:
+        insort(self._running, sequence, key=_by_rank)
+
+    def on_finished(self, sequence: Sequence) -> None:
+        self._discard_running(sequence)
+
     def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         rank, priority = newcomer.rank, newcomer.request.terms.priority
+        if not self._running or self._running[-1].rank < rank:  # as in most steps: the line is in this order too
+            return []
         victims = [s for s in running if s.rank > rank and s.request.terms.priority > priority]
         victims = self.in_order(victims)
         victims.reverse()
         return victims
+
+    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
+        super().check_invariants(waiting)
+        assert self._running == sorted(self._running, key=_by_rank), "those who run are out of order"
+        assert all([s.block_ids for s in self._running]), "one that does not run counts as running"
+
+    def _discard_running(self, sequence: Sequence) -> None:
+        i = bisect_left(self._running, sequence.rank, key=_by_rank)
+        if self._running[i : i + 1] == [sequence]:
+            del self._running[i]
 
 
 class ShortestPrefillFirst(FirstComeFirstServed):

@@ -27,7 +27,7 @@ class Preemption:
         The first of the order is spared: alone it always fits.
         """
         lacking, kv = self._roster.decodes.lacking, self._kv
-        if len(lacking) <= kv.num_free_blocks:
+        if not lacking or len(lacking) <= kv.num_free_blocks:
             return
         in_order = self._line.in_order(self._roster.running.values())
         while len(lacking) > kv.num_free_blocks:

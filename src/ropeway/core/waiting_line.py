@@ -86,9 +86,9 @@ class WaitingLine:
         """Who boards next. Those who let others pass were ahead of the rest of their class."""
         if self.entitled is not None:
             return self.entitled
-        classes = (self._interactive, self._background)
-        is_due = self._is_background_due
-        first = classes[is_due].first() or classes[not is_due].first()
+        first = self._interactive.first()
+        if self._num_background and (first is None or self._is_background_due):
+            first = self._background.first() or first
         back = self._deferred.first() if self._deferred else None
         if back is None or (first is not None and self._class_rank(back) > self._class_rank(first)):
             return first
