@@ -22,7 +22,7 @@ from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, ServiceTerms
 from ropeway.core.plan import StepResult
 from ropeway.core.policy import Policy
-from ropeway.core.predictive_admission import PredictiveAdmission
+from ropeway.core.predictive_admission import MIN_KEPT_STEPS, PredictiveAdmission
 from ropeway.core.prefix_index import PrefixMatch
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import SequenceState, WaitingReason
@@ -211,7 +211,9 @@ def _caution(admission: Admission) -> tuple[Any, ...]:
     """Of predictive admission: what preemptions taught it, and how old its outlook is."""
     if not isinstance(admission, PredictiveAdmission):
         return ()
-    return (admission._caution, None if admission._outlook is None else admission._outlook_age)
+    if admission._outlook is None or admission._outlook_age >= MIN_KEPT_STEPS:  # made anew when it is asked next
+        return (admission._caution, None)
+    return (admission._caution, admission._outlook_age)
 
 
 def _service(policy: Policy) -> tuple[Any, ...]:

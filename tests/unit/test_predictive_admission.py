@@ -8,6 +8,7 @@ import pytest
 
 from ropeway.core.answer_lengths import EDGES, HORIZONS, MAX_NUM_TENANTS, NUM_BINS, AnswerLengths, bin_of
 from ropeway.core.params import ServiceTerms
+from ropeway.core.predictive_admission import MIN_PART, NUM_PARTS
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
 from ropeway.sim.cost_model import TWO_CORES
@@ -146,3 +147,23 @@ def test_aborted_and_waiting_sequences_leave_nothing_behind() -> None:
         scheduler.abort(str(number))
     admission = scheduler._batching.admission
     assert not admission._running and not admission._bins and not admission._num_reserved_tokens  # type: ignore[attr-defined]
+
+
+def test_the_outlook_of_many_is_made_in_parts_and_knows_everybody() -> None:
+    scheduler = recipe("predictive", num_kv_blocks=4000, scheduling_policy="fcfs").make()
+    for number in range(300):
+        terms = ServiceTerms(tenant=str(number % 3))
+        scheduler.add(make_request(str(number), 40 + number % 7, 400, terms=terms), 0.0)
+    admission = scheduler._batching.admission
+    num_parts, num_looked_at = 0, 0
+    while admission._outlook is None or admission._survey is not None:  # type: ignore[attr-defined]
+        run_step(scheduler)
+        survey = admission._survey  # type: ignore[attr-defined]
+        if survey is not None:
+            part = survey._num_done - num_looked_at
+            num_parts, num_looked_at = num_parts + 1, survey._num_done
+            assert 0 < part <= max(MIN_PART, -(-len(survey._prospects) // NUM_PARTS))
+    assert num_parts >= 3
+    known = sum(prospect.sequence.num_tokens for prospect in admission._running.values())  # type: ignore[attr-defined]
+    assert admission._outlook._expected[0] == pytest.approx(known, rel=0.25)  # type: ignore[attr-defined]
+    assert scheduler.stats().num_preemptions == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 # Lengths are told apart by their bin: single tokens at first, then four bins an octave.
@@ -43,8 +43,10 @@ class _Hazards:
         self.exposures = [0.0] * NUM_BINS
         self.ends = [0.0] * NUM_BINS
         self.num_observed = 0
+        self._alone: list[float] | None = None  # hazards of these alone, until something more is observed
         self._shares: dict[int, tuple[float, ...]] = {}
-        self._survivals: list[float] = []
+        self._survivals: list[float] = []  # to the lower edge of each bin
+        self._changes: list[float] = []  # of survival, within each bin
         self._worked_out_at = 0
 
     def observe(self, first_bin: int, last_bin: int, has_ended: bool) -> None:
@@ -57,6 +59,7 @@ class _Hazards:
         if has_ended:
             ends[last_bin] += 1.0
         self.num_observed += 1
+        self._alone = None
 
     def shares(self, begin_bin: int, overall: _Hazards | None) -> tuple[float, ...]:
         """Of answers within begin_bin, what share is expected to run still after each of HORIZONS.
@@ -69,48 +72,52 @@ class _Hazards:
         shares = self._shares.get(begin_bin)
         if shares is None:
             if not self._shares:
-                self._survivals = self._work_out(overall)
+                self._work_out(self.alone() if overall is None else self._mixed(overall.alone(), TENANT_EXPOSURE))
             shares = self._shares[begin_bin] = self._conditional(begin_bin)
         return shares
 
-    def _work_out(self, overall: _Hazards | None) -> list[float]:
-        """Survival to the lower edge of each bin, and of none behind the last."""
-        survivals = list(accumulate([1.0 - hazard for hazard in self.hazards(overall)], mul, initial=1.0))
-        return [*survivals, survivals[-1]]
+    def alone(self) -> list[float]:
+        """Per bin, the share of those reaching it who end in it. Every tenant's are mixed with the overall ones."""
+        if self._alone is None:
+            self._alone = self._mixed(PRIOR_HAZARDS, PRIOR_EXPOSURE)
+        return self._alone
 
-    def hazards(self, overall: _Hazards | None) -> list[float]:
-        """Per bin, the share of those reaching it who end in it."""
-        priors: Sequence[float] = PRIOR_HAZARDS
-        weight = PRIOR_EXPOSURE
-        if overall is not None:
-            priors, weight = overall.hazards(None), TENANT_EXPOSURE
+    def _mixed(self, priors: Sequence[float], weight: float) -> list[float]:
+        """Hazards, where `weight` exposures with the prior hazards were seen before."""
         columns = zip(self.ends, self.exposures, priors, strict=True)
         return [(ends + weight * prior) / (exposures + weight) for ends, exposures, prior in columns]
 
+    def _work_out(self, hazards: list[float]) -> None:
+        """Survival by these hazards; behind the last bin it stays what it is there."""
+        survivals = list(accumulate([1.0 - hazard for hazard in hazards], mul, initial=1.0))
+        self._changes = [*[after - before for before, after in pairwise(survivals)], 0.0]
+        self._survivals = survivals
+
     def _conditional(self, begin_bin: int) -> tuple[float, ...]:
-        survivals = self._survivals
-        (i, passed), *places = _places(begin_bin)
-        base = survivals[i] + (survivals[i + 1] - survivals[i]) * passed
+        survivals, changes = self._survivals, self._changes
+        (i, passed), places = _places(begin_bin)
+        base = survivals[i] + changes[i] * passed
         shares: list[float] = []
+        if base <= 0.0:
+            return ()
         for i, passed in places:
-            survival = survivals[i] + (survivals[i + 1] - survivals[i]) * passed
-            share = survival / base if base > 0.0 else 0.0
+            share = (survivals[i] + changes[i] * passed) / base
             if share < NEGLIGIBLE_SHARE:
                 break
-            shares.append(min(1.0, share))
+            shares.append(share if share < 1.0 else 1.0)
         return tuple(shares)
 
 
 @cache
-def _places(begin_bin: int) -> tuple[tuple[int, float], ...]:
-    """Where the middle of a bin, and each horizon from there, lies: in which bin, and what share of that is passed."""
+def _places(begin_bin: int) -> tuple[tuple[int, float], tuple[tuple[int, float], ...]]:
+    """Where the middle of a bin lies, and each horizon from there: in which bin, and what share of that is passed."""
     begin = (EDGES[begin_bin] + EDGES[min(begin_bin + 1, NUM_BINS - 1)] - 1) / 2
     places = []
     for length in (begin, *[begin + horizon for horizon in HORIZONS]):
         i = bin_of(length)
         is_last = i + 1 >= NUM_BINS
         places.append((NUM_BINS, 0.0) if is_last else (i, (length - EDGES[i]) / (EDGES[i + 1] - EDGES[i])))
-    return tuple(places)
+    return places[0], tuple(places[1:])
 
 
 class AnswerLengths:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import sqrt
 
-from ropeway.core.answer_lengths import EDGES, HORIZONS, AnswerLengths, bin_of
+from ropeway.core.answer_lengths import EDGES, HORIZONS, NUM_BINS, AnswerLengths, bin_of
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.sequence import Sequence, WaitingReason
 
@@ -23,9 +23,12 @@ DEVIATIONS = 2.0  # above what is expected at each horizon, that must fit: at ea
 MAX_CAUTION = 3.0  # more of them, after preemptions
 CAUTION_PER_PREEMPTION = 0.2
 CALM_PER_ANSWER = 0.004  # so no more than one answer in 50 is preempted for long
-# Steps that an outlook is kept, and more of them with many running: to look ahead costs up to 5 us for each of those.
+# Steps until the next outlook is begun, and more of them with many running.
 MIN_KEPT_STEPS = 16
 RUNNING_PER_KEPT_STEP = 128
+# To look ahead costs some 15 us for each sequence, so a step does it for an eighth of them, or for so many.
+NUM_PARTS = 8
+MIN_PART = 32
 
 
 class PredictiveAdmission:
@@ -36,7 +39,8 @@ class PredictiveAdmission:
     kept free for a while. Use is of memory held, so blocks that are shared count once.
 
     An outlook serves some steps: what it expects of a moment to come stays as true, horizons that have passed are left
-    out, and who boards is added. Those who end meanwhile it expected to, more or less: its deviations hold that.
+    out, and who boards is added. Those who end meanwhile it expected to, more or less: its deviations hold that. So the
+    next one can be made in parts, a step each, while the last still serves; one that served twice its time does not.
     """
 
     def __init__(self) -> None:
@@ -45,16 +49,19 @@ class PredictiveAdmission:
         self._bins: dict[int, int] = {}  # of each sequence that ran, the bin up to which it was observed
         self._num_reserved_tokens = 0  # were everybody to use its max_tokens
         self._caution = 0.0
+        self._num_steps = 0
         self._outlook: _Outlook | None = None
-        self._outlook_age = 0  # steps
+        self._survey: _Survey | None = None  # of the next outlook, while that is made
         self._refused: tuple[int, int, int, float] | None = None  # what was asked of this outlook last, in vain
 
     def num_slots(self, sequence: Sequence) -> int:
         return sequence.num_tokens
 
     def begin_step(self) -> None:
-        self._outlook_age += 1
-        if self._outlook_age >= MIN_KEPT_STEPS + len(self._running) // RUNNING_PER_KEPT_STEP:
+        self._num_steps += 1
+        if self._survey is not None:
+            self._look_ahead(self._survey)
+        if self._outlook is not None and self._outlook_age >= 2 * self._num_kept_steps:
             self._outlook = None
 
     def may_board(self, sequence: Sequence, kv: KVManager) -> bool:
@@ -65,26 +72,45 @@ class PredictiveAdmission:
         num_waste_tokens = block_size * (len(self._running) + 1)  # of last blocks
         if self._num_reserved_tokens + sequence.max_num_tokens + num_waste_tokens <= num_pool_tokens:
             return True
-        if self._outlook is None:
-            self._outlook, self._outlook_age = self._look_ahead(kv), 0
-            self._refused = None
+        outlook = self._current_outlook(kv)
+        if outlook is None:
+            return False
         first, deviations = bisect_left(HORIZONS, self._outlook_age), DEVIATIONS + self._caution
         question = (sequence.sequence_id, sequence.num_tokens, first, deviations)
         if question == self._refused:
             return False
-        peak = self._outlook.peak_with(self._share_of(sequence), sequence, deviations, first)
-        if peak <= num_pool_tokens:
+        if outlook.has_room(self._share_of(sequence), sequence, deviations, first, num_pool_tokens):
             return True
         self._refused = question
         return False
+
+    def _current_outlook(self, kv: KVManager) -> _Outlook | None:
+        """The outlook that serves now; None while the first one is being made. Begins the next one in time."""
+        is_due = self._outlook is None or self._outlook_age >= self._num_kept_steps
+        if is_due and self._survey is None:
+            self._survey = _Survey(list(self._running.values()), self._new_outlook(kv))
+            self._look_ahead(self._survey)
+        return self._outlook
+
+    @property
+    def _outlook_age(self) -> int:
+        """Steps since the outlook that serves was begun."""
+        assert self._outlook is not None, "there is no outlook"
+        return self._num_steps - self._outlook.begun_at_step
+
+    @property
+    def _num_kept_steps(self) -> int:
+        return MIN_KEPT_STEPS + len(self._running) // RUNNING_PER_KEPT_STEP
 
     def on_boarded(self, sequence: Sequence) -> None:
         self._running[sequence.sequence_id] = _Prospect(sequence)
         self._bins.setdefault(sequence.sequence_id, 0)
         self._num_reserved_tokens += sequence.max_num_tokens
-        if self._outlook is not None:
-            self._outlook.add(self._share_of(sequence), sequence)
-            self._refused = None
+        survey = self._survey
+        for outlook in (self._outlook, None if survey is None else survey.outlook):
+            if outlook is not None:
+                outlook.add(self._share_of(sequence), sequence)
+                self._refused = None
 
     def on_preempted(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -114,22 +140,36 @@ class PredictiveAdmission:
             return None
         return self._lengths.shares(request.terms.tenant, bin_of(sequence.num_generated_tokens))
 
-    def _look_ahead(self, kv: KVManager) -> _Outlook:
-        """The outlook of everybody who runs; those who reached another bin are learned from on the way."""
+    def _new_outlook(self, kv: KVManager) -> _Outlook:
+        num_held_slots = (kv.num_blocks - kv.num_free_blocks) * kv.block_size
+        num_slots = sum([prospect.sequence.num_slots for prospect in self._running.values()])
+        share_held = min(1.0, num_held_slots / num_slots) if num_slots else 1.0
+        return _Outlook(self._num_steps, share_held, kv.block_size / 2)
+
+    def _look_ahead(self, survey: _Survey) -> None:
+        """Add the next part of those who run to an outlook; once it holds all of them, it serves."""
+        running = self._running
+        groups = self._group([p for p in survey.next_part() if running.get(p.sequence.sequence_id) is p])
+        for (tenant_or_none, now_bin), group in groups.items():
+            shares = None if tenant_or_none is None else self._lengths.shares(tenant_or_none, now_bin)
+            survey.outlook.add_group(shares, group)
+        if survey.is_done:
+            self._outlook, self._survey, self._refused = survey.outlook, None, None
+
+    def _group(self, prospects: list[_Prospect]) -> dict[GroupKey, dict[int, Sums]]:
+        """Those with the same expectations together; who reached another bin is learned from on the way."""
         groups: dict[GroupKey, dict[int, Sums]] = {}
-        lengths, observed = self._lengths, []
-        num_slots = 0
-        for prospect in self._running.values():
+        bins, observed = self._bins, []
+        for prospect in prospects:
             sequence = prospect.sequence
             num_tokens = sequence.num_tokens
-            num_slots += sequence.num_slots
             if num_tokens >= prospect.num_tokens_to_regroup:
                 prospect.regroup()
                 tenant, now_bin = prospect.key
-                first_bin = self._bins[sequence.sequence_id]
+                first_bin = bins[sequence.sequence_id]
                 if tenant is not None and now_bin > first_bin:
                     observed.append((tenant, first_bin, now_bin))
-                    self._bins[sequence.sequence_id] = now_bin
+                    bins[sequence.sequence_id] = now_bin
             group = groups.get(prospect.key)
             if group is None:
                 group = groups[prospect.key] = {}
@@ -141,12 +181,8 @@ class PredictiveAdmission:
                 sums[1] += num_tokens
                 sums[2] += num_tokens * num_tokens
         for tenant, first_bin, last_bin in observed:
-            lengths.observe(tenant, first_bin, last_bin, False)
-        held = kv.num_blocks - kv.num_free_blocks
-        outlook = _Outlook(min(1.0, held * kv.block_size / num_slots) if num_slots else 1.0, kv.block_size / 2)
-        for (tenant_or_none, now_bin), group in groups.items():
-            outlook.add_group(None if tenant_or_none is None else lengths.shares(tenant_or_none, now_bin), group)
-        return outlook
+            self._lengths.observe(tenant, first_bin, last_bin, False)
+        return groups
 
 
 @dataclass(slots=True, eq=False)
@@ -165,23 +201,43 @@ class _Prospect:
     def regroup(self) -> None:
         sequence = self.sequence
         request, num_generated = sequence.request, sequence.num_generated_tokens
-        cap = bisect_left(HORIZONS, request.max_tokens - num_generated)
-        changes = [request.max_tokens - HORIZONS[cap - 1]] if cap else []
+        max_tokens = request.max_tokens
+        self.cap = bisect_left(HORIZONS, max_tokens - num_generated)
+        num_to_regroup = max_tokens - HORIZONS[self.cap - 1] if self.cap else max_tokens
         if request.stop_token_ids or request.params.stop:
             now_bin = bin_of(num_generated)
-            changes += EDGES[now_bin + 1 : now_bin + 2]
             self.key = (request.terms.tenant, now_bin)
-        self.cap = cap
-        self.num_tokens_to_regroup = sequence.num_prompt_tokens + min(changes, default=request.max_tokens)
+            if now_bin + 1 < NUM_BINS:
+                num_to_regroup = min(num_to_regroup, EDGES[now_bin + 1])
+        self.num_tokens_to_regroup = sequence.num_prompt_tokens + num_to_regroup
+
+
+class _Survey:
+    """Goes through those who ran when it began, a tenant after the other, for an outlook that is not yet complete."""
+
+    def __init__(self, prospects: list[_Prospect], outlook: _Outlook) -> None:
+        self.outlook = outlook
+        self._prospects = sorted(prospects, key=lambda prospect: prospect.sequence.request.terms.tenant)
+        self._part_size = max(MIN_PART, -(-len(prospects) // NUM_PARTS))
+        self._num_done = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_done >= len(self._prospects)
+
+    def next_part(self) -> list[_Prospect]:
+        first, self._num_done = self._num_done, self._num_done + self._part_size
+        return self._prospects[first : self._num_done]
 
 
 class _Outlook:
-    """Expected tokens of memory, and their variance, at each horizon.
+    """Expected tokens of memory, and their variance, at each horizon from the step at which it was begun.
 
     share_held: memory held, of the tokens known: less than 1 where blocks are shared. waste: of each last block.
     """
 
-    def __init__(self, share_held: float, waste: float) -> None:
+    def __init__(self, begun_at_step: int, share_held: float, waste: float) -> None:
+        self.begun_at_step = begun_at_step
         self._share_held = share_held
         self._waste = waste
         self._expected = [0.0] * NUM_HORIZONS
@@ -216,12 +272,14 @@ class _Outlook:
         num_tokens = sequence.num_tokens
         self.add_group(shares, {self._cap(sequence): [1, num_tokens, num_tokens * num_tokens]})
 
-    def peak_with(self, shares: tuple[float, ...] | None, sequence: Sequence, deviations: float, first: int) -> float:
-        """The most memory, over the horizons ahead, that is expected with one more, and `deviations` above it.
+    def has_room(
+        self, shares: tuple[float, ...] | None, sequence: Sequence, deviations: float, first: int, num_tokens: int
+    ) -> bool:
+        """Whether, with one more, what is expected and `deviations` above it is within num_tokens at all horizons.
 
-        first: the first of them. The newcomer's own horizons count from now, which makes next to no difference.
+        first: the first of them ahead. The newcomer's own horizons count from now, which makes next to no difference.
         """
-        peak, now, cap = 0.0, sequence.num_tokens + self._waste, self._cap(sequence)
+        now, cap = sequence.num_tokens + self._waste, self._cap(sequence)
         num_expected = min(cap + 1, NUM_HORIZONS if shares is None else len(shares))
         for i in range(first, NUM_HORIZONS):
             expected, variance = self._expected[i], self._variance[i]
@@ -229,8 +287,9 @@ class _Outlook:
                 share, then = 1.0 if shares is None else shares[i], now + HORIZONS[i]
                 expected += share * then
                 variance += share * (1.0 - share) * then * then
-            peak = max(peak, expected + deviations * sqrt(variance))
-        return peak
+            if expected + deviations * sqrt(variance) > num_tokens:
+                return False
+        return True
 
     def _cap(self, sequence: Sequence) -> int:
         return bisect_left(HORIZONS, sequence.max_num_tokens - sequence.num_tokens)
