@@ -86,9 +86,13 @@ class Bench:
         self._alone: dict[int, float] = {}
 
     def engine(self) -> Engine:
-        return make_engine(
-            self._backend, scheduler_recipe(self.facts, num_cache_groups=self._num_groups, costs=self.costs)
+        recipe = scheduler_recipe(
+            self.facts,
+            num_cache_groups=self._num_groups,
+            costs=self.costs,
+            num_layers=self._backend.num_layers,
         )
+        return make_engine(self._backend, recipe)
 
     def request(self, rng: random.Random, num_prompt_tokens: int, max_tokens: int) -> Request:
         self._number += 1

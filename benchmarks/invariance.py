@@ -33,7 +33,11 @@ from support.invariance import CHOICES, Answer, Answers, Options, Trial, answers
 
 Document = dict[str, Any]
 
-WIDE_CHOICES = CHOICES | {"token_budget": (8, 16, 32, 64, 128, 4096), "max_num_seqs": (2, 3, 5, 8, 16)}
+WIDE_CHOICES = CHOICES | {
+    "pacing": (*CHOICES["pacing"], "waves"),
+    "token_budget": (8, 16, 32, 64, 128, 4096),
+    "max_num_seqs": (2, 3, 5, 8, 16),
+}
 NUM_REQUESTS = 32  # that combinations choose from
 FEWEST_REQUESTS, MOST_REQUESTS = 8, 10  # in a combination
 MAX_PROMPT_TOKENS = 120

@@ -56,6 +56,8 @@ nb::object forward(Executable& executable, nb::handle batch) {
     tables.push_back({attribute<int32_t>(table, "block_ids"), attribute<int64_t>(table, "offsets")});
   ForwardBatch view{span(token_ids), span(positions), span(query_indptr), span(kv_lens), span(out_rows), {}};
   for (const Table& table : tables) view.tables.push_back({span(table.block_ids), span(table.offsets)});
+  if (const nb::object slice = batch.attr("layer_slice"); !slice.is_none())
+    view.layer_slice = LayerSlice{nb::cast<int>(slice.attr("index")), nb::cast<int>(slice.attr("count"))};
   std::shared_ptr<float[]> logits;
   const int64_t start_ns = steady_ns();
   int64_t end_ns;
@@ -202,6 +204,9 @@ void bind_executable(nb::module_& m) {
           nb::arg("label"), nb::arg("out"), nb::arg("q"), nb::arg("group"), nb::arg("layer"), nb::arg("num_heads"),
           nb::arg("scale"))
       .def("set_logits", &Executable::set_logits, nb::arg("buffer"))
+      .def("add_cut", &Executable::add_cut, nb::arg("buffers"),
+           "A boundary between layers before the next phase; buffers: what a row that stops here goes on from.")
+      .def_prop_ro("num_layers", &Executable::num_layers)
       .def("copy_blocks", &copy_blocks, nb::arg("group"), nb::arg("source_ids"), nb::arg("destination_ids"),
            "Copies whole blocks, pair after pair. Raises ValueError for ids outside the pool.")
       .def("forward", &forward, nb::arg("batch"),

@@ -207,6 +207,12 @@ void Executable::set_logits(int buffer) {
   logits_buffer_ = buffer;
 }
 
+void Executable::add_cut(std::vector<int> buffers) {
+  for (const int buffer : buffers) (void)buffers_.at(buffer);
+  if (!cuts_.empty() && cuts_.back().phase == static_cast<int>(phases_.size())) refuse("two cuts at one phase");
+  cuts_.push_back({static_cast<int>(phases_.size()), std::move(buffers)});
+}
+
 int64_t Executable::kv_bytes() const {
   int64_t total = 0;
   for (const KvPool& group : groups_) total += static_cast<int64_t>(group.memory.num_bytes());
@@ -281,6 +287,72 @@ void Executable::check_batch(const ForwardBatch& batch) const {
   for (size_t r = 0; r < batch.out_rows.size(); ++r)
     if (batch.out_rows[r] < 0 || batch.out_rows[r] >= num_tokens || (r && batch.out_rows[r] <= batch.out_rows[r - 1]))
       refuse("out_rows do not ascend within ", num_tokens, " tokens");
+  if (batch.layer_slice) check_slice(batch);
+}
+
+void Executable::check_slice(const ForwardBatch& batch) const {
+  const auto [index, count] = *batch.layer_slice;
+  if (count < 1 || count > num_layers() || index < 0 || index >= count)
+    refuse("slice ", index, " of ", count, ", of ", num_layers(), " layers");
+  if (batch.kv_lens.empty()) refuse("a slice of no sequence");
+  const int token = batch.query_indptr[batch.kv_lens.size() - 1];
+  const int num_rows = static_cast<int>(batch.token_ids.size()) - token;
+  if (num_rows < 1) refuse("a slice of no tokens");
+  if (index < count - 1 && !batch.out_rows.empty() && batch.out_rows.back() >= token)
+    refuse("logits of a token that has not passed every layer");
+  if (index > 0 && (kept_.next != index || kept_.count != count || kept_.num_rows != num_rows ||
+                    kept_.position != batch.positions[token]))
+    refuse("slice ", index, " of ", count, " for ", num_rows, " tokens from position ", batch.positions[token],
+           " does not follow the last one");
+}
+
+Executable::Slice Executable::find_slice(const ForwardBatch& batch) const {
+  const int num_tokens = static_cast<int>(batch.token_ids.size()), num_phases = static_cast<int>(phases_.size());
+  if (!batch.layer_slice) return {num_tokens, 0, 0, nullptr, nullptr};
+  const int64_t index = batch.layer_slice->index, count = batch.layer_slice->count;
+  const auto cut = [&](int64_t i) { return i == 0 || i == count ? nullptr : &cuts_[i * num_layers() / count - 1]; };
+  const Cut *const entry = cut(index), *const exit = cut(index + 1);
+  return {batch.query_indptr[batch.kv_lens.size() - 1], entry ? entry->phase : 0, exit ? exit->phase : num_phases,
+          entry, exit};
+}
+
+void Executable::end_slice(const ForwardBatch& batch) {
+  if (!batch.layer_slice) return;
+  const auto [index, count] = *batch.layer_slice;
+  kept_.next = index + 1 < count ? index + 1 : 0;
+  kept_.count = count;
+  kept_.num_rows = static_cast<int>(batch.token_ids.size()) - slice_.token;
+  kept_.position = batch.positions[slice_.token];
+}
+
+int64_t Executable::kept_floats() const {
+  int64_t most = 0, turns_floats = 0;
+  for (const Cut& cut : cuts_) {
+    int64_t floats = 0;
+    for (const int buffer : cut.buffers) floats += buffers_[buffer].width;
+    most = std::max(most, floats);
+  }
+  for (const Turns& turns : turns_) turns_floats += 2 * static_cast<int64_t>(turns.frequencies.size());
+  return most + turns_floats;
+}
+
+// copy(kept, row, n): n floats of what is kept of a row of this pass, and where they are in it.
+template <class Copy>
+void Executable::each_kept(const Cut& cut, int num_full, int num_tokens, Copy&& copy) {
+  const int64_t stride = kept_floats();
+  for (int row = num_full; row < num_tokens; ++row) {
+    float* kept = kept_.floats.data() + (token0_ + row - slice_.token) * stride;
+    const auto next = [&](float* values, int64_t num_floats) {
+      copy(kept, values, num_floats);
+      kept += num_floats;
+    };
+    for (const int buffer : cut.buffers)
+      next(buffers_[buffer].data + row * buffers_[buffer].ld, buffers_[buffer].width);
+    for (const Turns& turns : turns_) {
+      const int64_t num_floats = 2 * static_cast<int64_t>(turns.frequencies.size());
+      next(turns.rows + row * num_floats, num_floats);
+    }
+  }
 }
 
 void Executable::reserve_rows(int64_t num_rows) {
@@ -313,6 +385,10 @@ std::shared_ptr<float[]> Executable::forward(const ForwardBatch& batch) {
     logits_floats_ = num_floats;
   }
   reserve_rows(std::min(num_tokens, kMaxPassTokens));
+  slice_ = find_slice(batch);
+  if (slice_.exit)
+    kept_.floats.resize(
+        std::max(kept_.floats.size(), (num_tokens - slice_.token) * static_cast<size_t>(kept_floats())));
   for (int token0 = 0, out0 = 0; token0 < num_tokens;) {
     const int token1 = std::min(num_tokens, token0 + kMaxPassTokens);
     int out1 = out0;
@@ -321,18 +397,27 @@ std::shared_ptr<float[]> Executable::forward(const ForwardBatch& batch) {
     run_pass(batch, token0, token1, out0, out1);
     token0 = token1, out0 = out1;
   }
+  end_slice(batch);
   return logits_;
 }
 
 void Executable::run_pass(const ForwardBatch& batch, int token0, int token1, int out0, int out1) {
   batch_ = &batch, token0_ = token0, out0_ = out0;
   find_segments(batch, token0, token1);
-  for (AttentionShape& shape : attention_shapes_) plan_attention(shape);
   const int num_tokens = token1 - token0, num_selected = out1 - out0;
-  num_chunks_.clear();
-  for (Phase& phase : phases_) num_chunks_.push_back(plan_phase(phase, num_tokens, num_selected));
-  count_work(num_tokens, num_selected);
+  const int num_full = std::clamp(slice_.token - token0, 0, num_tokens);  // rows that run through every phase
+  for (AttentionShape& shape : attention_shapes_) {
+    plan_attention(shape, shape.full, num_full);
+    if (slice_.phase_begin < slice_.phase_end) plan_attention(shape, shape.sliced, num_tokens);
+  }
   const int num_phases = static_cast<int>(phases_.size());
+  num_chunks_.clear();
+  for (int i = 0; i < num_phases; ++i)
+    num_chunks_.push_back(plan_phase(i, num_rows(i, num_tokens, num_full, num_selected)));
+  count_work(num_tokens, num_full, num_selected);
+  if (slice_.entry)
+    each_kept(*slice_.entry, num_full, num_tokens,
+              [](const float* kept, float* row, int64_t n) { std::copy_n(kept, n, row); });
   int64_t start_ns = 0;
   if (is_profiling_) {
     end_ns_.resize(phases_.size());
@@ -342,16 +427,19 @@ void Executable::run_pass(const ForwardBatch& batch, int token0, int token1, int
       num_chunks_.data(), num_phases,
       [&](int index, int chunk, int thread) {
         const Phase& phase = phases_[index];
-        const int num_rows = phase.is_selected ? num_selected : num_tokens;
+        const int rows = num_rows(index, num_tokens, num_full, num_selected);
         if (phase.is_attention) {
-          run_attention(phase, chunk, thread);
+          run_attention(phase, attention_plan(index), chunk, thread);
         } else if (!phase.products.empty()) {
-          run_product(phase, chunk, num_rows);
+          run_product(phase, chunk, rows);
         } else {
-          run_rows(phase, chunk * phase.rows_per_chunk, std::min(num_rows, (chunk + 1) * phase.rows_per_chunk));
+          run_rows(phase, chunk * phase.rows_per_chunk, std::min(rows, (chunk + 1) * phase.rows_per_chunk));
         }
       },
       is_profiling_ ? end_ns_.data() : nullptr);
+  if (slice_.exit)
+    each_kept(*slice_.exit, num_full, num_tokens,
+              [](float* kept, const float* row, int64_t n) { std::copy_n(row, n, kept); });
   if (is_profiling_) {
     for (int i = 0; i < num_phases; ++i) {
       PhaseTime& time = times_[phases_[i].time];
@@ -361,27 +449,37 @@ void Executable::run_pass(const ForwardBatch& batch, int token0, int token1, int
   }
 }
 
-void Executable::count_work(int num_tokens, int num_selected) {
-  int64_t num_pairs = 0, num_keys = 0;  // (query, key) pairs that attend; keys read, once per sequence
+void Executable::count_work(int num_tokens, int num_full, int num_selected) {
+  struct {
+    int64_t num_pairs, num_keys;  // (query, key) pairs that attend; keys read, once per sequence
+  } full = {}, sliced = {};
   for (const Segment& segment : segments_) {
     const int64_t rows = segment.num_rows, start = segment.start;
-    num_pairs += rows * start + rows * (rows + 1) / 2;
-    num_keys += start + rows;
+    sliced.num_pairs += rows * start + rows * (rows + 1) / 2;
+    sliced.num_keys += start + rows;
+    if (segment.row0 < num_full) full = sliced;
   }
-  for (const Phase& phase : phases_) {
+  for (int i = 0; i < static_cast<int>(phases_.size()); ++i) {
+    const Phase& phase = phases_[i];
     if (phase.is_attention) {
       const KvPool& pool = groups_[phase.attention.group];
+      const auto& [num_pairs, num_keys] = slice_.contains(i) ? sliced : full;
       work_.f32_multiply_adds += 2 * num_pairs * phase.attention.num_heads * pool.head_dim;
       work_.bytes_read += 2 * num_keys * pool.num_kv_heads * pool.head_dim * int64_t{sizeof(uint16_t)};
     }
-    const int64_t num_rows = phase.is_selected ? num_selected : num_tokens;
+    const int64_t rows = num_rows(i, num_tokens, num_full, num_selected);
     for (const Product& product : phase.products) {
       const PackedMatrix& w = matrices_[product.matrix];
       const bool is_quantised = w.form == Form::U4 || w.form == Form::S8;
-      (is_quantised ? work_.int8_multiply_adds : work_.f32_multiply_adds) += num_rows * w.n * w.k;
-      if (num_rows > 0) work_.bytes_read += static_cast<int64_t>(ropeway::packed_bytes(w));
+      (is_quantised ? work_.int8_multiply_adds : work_.f32_multiply_adds) += rows * w.n * w.k;
+      if (rows > 0) work_.bytes_read += static_cast<int64_t>(ropeway::packed_bytes(w));
     }
   }
+}
+
+int Executable::num_rows(int phase, int num_tokens, int num_full, int num_selected) const {
+  if (phases_[phase].is_selected) return num_selected;
+  return slice_.contains(phase) ? num_tokens : num_full;
 }
 
 void Executable::find_segments(const ForwardBatch& batch, int token0, int token1) {
@@ -398,16 +496,17 @@ void Executable::find_segments(const ForwardBatch& batch, int token0, int token1
   }
 }
 
-void Executable::plan_attention(AttentionShape& shape) {
+// Plans the segments that begin before row `num_tokens`, which are whole.
+void Executable::plan_attention(const AttentionShape& shape, AttentionPlan& plan, int num_tokens) {
   // Many rows share a tile well; too many leave a thread without work at the end, unless their keys are shared out.
   const int max_pairs = std::min(kMaxQueryPairs, kMaxQueryFloats / shape.head_dim);
-  const int num_pairs = static_cast<int>(segment_of_row_.size()) * shape.query_heads;
+  const int num_pairs = num_tokens * shape.query_heads;
   const int fair_pairs = ceil_div(int64_t{num_pairs} * shape.num_kv_heads, 4 * pool_.num_threads());
   const int most_rows = std::max(1, max_pairs / shape.query_heads);
   const int fair_rows =
       std::max(1, std::clamp(fair_pairs, std::min(kMinQueryPairs, max_pairs), max_pairs) / shape.query_heads);
-  shape.items.clear();
-  for (int i = 0; i < static_cast<int>(segments_.size()); ++i) {
+  plan.items.clear();
+  for (int i = 0; i < static_cast<int>(segments_.size()) && segments_[i].row0 < num_tokens; ++i) {
     const Segment& segment = segments_[i];
     const int num_parts = ceil_div(int64_t{segment.start} + segment.num_rows, kKeySplit) * shape.num_kv_heads;
     const int max_rows = num_parts >= 4 * pool_.num_threads() ? most_rows : fair_rows;
@@ -415,10 +514,10 @@ void Executable::plan_attention(AttentionShape& shape) {
       // Rows of an item end in the same split: none of them merges one of which it sees no keys.
       num_rows = std::min({max_rows, segment.num_rows - row, kKeySplit - (segment.start + row) % kKeySplit});
       const int num_splits = ceil_div(int64_t{segment.start} + row + num_rows, kKeySplit);
-      shape.items.push_back({i, row, num_rows, 0, num_splits, num_splits, 0, 0, false});
+      plan.items.push_back({i, row, num_rows, 0, num_splits, num_splits, 0, 0, false});
     }
   }
-  share_attention(shape);
+  share_attention(shape, plan);
   const int64_t floats = kernels_.attention_scratch_floats(most_rows, shape.query_heads, shape.head_dim);
   if (floats > scratch_floats_) {
     for (Memory<float>& scratch : scratch_) scratch = allocate<float>(floats);
@@ -428,37 +527,37 @@ void Executable::plan_attention(AttentionShape& shape) {
 
 // Cuts items into chunks of several heads, one head, or (rows with a long past) one split of one head, so that no chunk
 // has more than a fair part of the work. The longest come first: the last to be claimed should be short.
-void Executable::share_attention(AttentionShape& shape) {
+void Executable::share_attention(const AttentionShape& shape, AttentionPlan& plan) {
   const auto num_keys = [&](const AttentionItem& item) {  // of a head, over the rows; about
     return int64_t{item.num_rows} * (segments_[item.segment].start + item.row + item.num_rows);
   };
-  std::stable_sort(shape.items.begin(), shape.items.end(),
+  std::stable_sort(plan.items.begin(), plan.items.end(),
                    [&](const AttentionItem& a, const AttentionItem& b) { return num_keys(a) > num_keys(b); });
   int64_t fair_keys = 0;
-  for (const AttentionItem& item : shape.items) fair_keys += num_keys(item) * shape.num_kv_heads;
+  for (const AttentionItem& item : plan.items) fair_keys += num_keys(item) * shape.num_kv_heads;
   if (pool_.num_threads() > 1) fair_keys = std::max<int64_t>(1, fair_keys / (8 * pool_.num_threads()));
   const int64_t unit_floats = int64_t{shape.query_heads} * kernels_.attention_state_floats(shape.head_dim);
-  const std::vector<AttentionItem> items = std::move(shape.items);
-  shape.items.clear();
-  shape.chunks.clear();
+  const std::vector<AttentionItem> items = std::move(plan.items);
+  plan.items.clear();
+  plan.chunks.clear();
   int64_t partials = 0;
   int32_t counter = 0;
   for (const AttentionItem& item : items) {
     const bool is_shared = num_keys(item) > fair_keys && item.num_splits > 1;
     for (int split = 0; split < (is_shared ? item.num_splits : 1); ++split) {
-      const int32_t index = static_cast<int32_t>(shape.items.size());
-      shape.items.push_back(item);
+      const int32_t index = static_cast<int32_t>(plan.items.size());
+      plan.items.push_back(item);
       if (is_shared) {
-        shape.items.back().split_begin = split;
-        shape.items.back().split_end = split + 1;
-        shape.items.back().partials = partials;
-        shape.items.back().counter = counter;
-        shape.items.back().is_shared = true;
+        plan.items.back().split_begin = split;
+        plan.items.back().split_end = split + 1;
+        plan.items.back().partials = partials;
+        plan.items.back().counter = counter;
+        plan.items.back().is_shared = true;
       }
       const int32_t num_heads =
           static_cast<int32_t>(std::clamp<int64_t>(fair_keys / num_keys(item), 1, shape.num_kv_heads));
       for (int32_t head = 0; head < shape.num_kv_heads; head += num_heads)
-        shape.chunks.push_back({index, head, std::min(head + num_heads, shape.num_kv_heads)});
+        plan.chunks.push_back({index, head, std::min(head + num_heads, shape.num_kv_heads)});
     }
     if (is_shared) {
       partials += unit_floats * item.num_rows * item.num_splits * shape.num_kv_heads;
@@ -475,12 +574,15 @@ void Executable::share_attention(AttentionShape& shape) {
   }
 }
 
-int32_t Executable::plan_phase(Phase& phase, int num_tokens, int num_selected) {
-  const int num_rows = phase.is_selected ? num_selected : num_tokens;
+const Executable::AttentionPlan& Executable::attention_plan(int phase) const {
+  const AttentionShape& shape = attention_shapes_[phases_[phase].attention_shape];
+  return slice_.contains(phase) ? shape.sliced : shape.full;
+}
+
+int32_t Executable::plan_phase(int index, int num_rows) {
+  Phase& phase = phases_[index];
   if (num_rows == 0) return 0;
-  if (phase.is_attention) {
-    return static_cast<int32_t>(attention_shapes_[phase.attention_shape].chunks.size());
-  }
+  if (phase.is_attention) return static_cast<int32_t>(attention_plan(index).chunks.size());
   if (phase.products.empty()) {
     phase.rows_per_chunk = std::clamp(ceil_div(num_rows, 4 * pool_.num_threads()), 1, 16);
     return ceil_div(num_rows, phase.rows_per_chunk);
@@ -510,16 +612,16 @@ void Executable::run_product(const Phase& phase, int chunk, int num_rows) {
   }
 }
 
-KvBlocks Executable::kv_blocks(const AttentionShape& shape, int layer, int item, int head) const {
+KvBlocks Executable::kv_blocks(const AttentionShape& shape, int layer, const AttentionItem& item, int head) const {
   const KvPool& pool = groups_[shape.group];
   const BlockTableView& table = batch_->tables[shape.group];
   return {pool.layer(layer) + head * pool.head_stride,
-          table.block_ids.data() + table.offsets[segments_[shape.items[item].segment].sequence]};
+          table.block_ids.data() + table.offsets[segments_[item.segment].sequence]};
 }
 
-void Executable::run_attention(const Phase& phase, int chunk, int thread) {
+void Executable::run_attention(const Phase& phase, const AttentionPlan& plan, int chunk, int thread) {
   const AttentionShape& shape = attention_shapes_[phase.attention_shape];
-  const AttentionChunk& own = shape.chunks[chunk];
+  const AttentionChunk& own = plan.chunks[chunk];
   for (int head = own.head_begin; head < own.head_end; ++head) {
     // What this thread reads next, as far as can be known: another head, or the chunk it claims when all go on alike,
     // which chunks of one head do not.
@@ -527,29 +629,28 @@ void Executable::run_attention(const Phase& phase, int chunk, int thread) {
     if (head + 1 == own.head_end) {
       const int next_chunk = chunk + pool_.num_threads();
       const bool is_known =
-          own.head_end - own.head_begin == shape.num_kv_heads && next_chunk < static_cast<int>(shape.chunks.size());
-      following = is_known ? shape.chunks[next_chunk] : AttentionChunk{};
+          own.head_end - own.head_begin == shape.num_kv_heads && next_chunk < static_cast<int>(plan.chunks.size());
+      following = is_known ? plan.chunks[next_chunk] : AttentionChunk{};
     }
     KvBlocks next{};
     int32_t num_next_keys = 0;
     if (following.head_begin < following.head_end) {
-      const AttentionItem& found = shape.items[following.item];
-      next = kv_blocks(shape, phase.attention.layer, following.item, following.head_begin);
+      const AttentionItem& found = plan.items[following.item];
+      next = kv_blocks(shape, phase.attention.layer, found, following.head_begin);
       num_next_keys = segments_[found.segment].start + found.row + found.num_rows;
       if (num_next_keys > kMaxFetchBytes / (4 * shape.head_dim)) num_next_keys = 0;
     }
-    run_attention_head(phase, own.item, head, thread, next, num_next_keys);
+    run_attention_head(phase, plan.items[own.item], head, thread, next, num_next_keys);
   }
 }
 
-void Executable::run_attention_head(const Phase& phase, int item_index, int head, int thread, const KvBlocks& next,
-                                    int32_t num_next_keys) {
+void Executable::run_attention_head(const Phase& phase, const AttentionItem& item, int head, int thread,
+                                    const KvBlocks& next, int32_t num_next_keys) {
   const AttentionShape& shape = attention_shapes_[phase.attention_shape];
-  const AttentionItem& item = shape.items[item_index];
   const Segment& segment = segments_[item.segment];
   const Buffer &q = buffers_[phase.attention.q], &out = buffers_[phase.attention.out];
   const int64_t row = segment.row0 + item.row, column = int64_t{head} * shape.query_heads * shape.head_dim;
-  const AttentionTask task{.blocks = kv_blocks(shape, phase.attention.layer, item_index, head),
+  const AttentionTask task{.blocks = kv_blocks(shape, phase.attention.layer, item, head),
                            .block_stride = groups_[shape.group].block_stride,
                            .block_size = block_size_,
                            .head_dim = shape.head_dim,

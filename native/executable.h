@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -56,10 +57,16 @@ struct BlockTableView {
   std::span<const int64_t> offsets;
 };
 
+// backends/batch.py's LayerSlice.
+struct LayerSlice {
+  int index, count;
+};
+
 // backends/batch.py's ForwardBatch.
 struct ForwardBatch {
   std::span<const int32_t> token_ids, positions, query_indptr, kv_lens, out_rows;
   std::vector<BlockTableView> tables;
+  std::optional<LayerSlice> layer_slice = {};
 };
 
 struct PhaseTime {
@@ -86,6 +93,8 @@ class Executable {
   void add_product_phase(std::string label, bool is_selected, int x, std::vector<Product> products);
   void add_attention_phase(std::string label, AttentionOp op);
   void set_logits(int buffer);
+  // A boundary between layers, before the next phase: rows that stop here go on from these buffers, and the turns.
+  void add_cut(std::vector<int> buffers);
 
   // Copies whole blocks of one cache group, pair after pair; refuses ids outside the pool (std::invalid_argument).
   void copy_blocks(int group, std::span<const int32_t> source_ids, std::span<const int32_t> destination_ids);
@@ -95,6 +104,7 @@ class Executable {
 
   CallTimes last_call;  // written by whoever holds the interpreter lock around `forward`
 
+  int num_layers() const { return static_cast<int>(cuts_.size()) + 1; }  // that a slice can be made of
   int vocab_size() const { return buffers_.at(logits_buffer_).width; }
   int64_t packed_bytes() const { return packed_bytes_; }
   int64_t kv_bytes() const;
@@ -149,27 +159,53 @@ class Executable {
   struct AttentionChunk {
     int32_t item = 0, head_begin = 0, head_end = 0;  // KV heads
   };
+  struct AttentionPlan {
+    std::vector<AttentionItem> items = {};
+    std::vector<AttentionChunk> chunks = {};
+  };
   struct AttentionShape {
     int group, num_kv_heads, query_heads, head_dim;
-    std::vector<AttentionItem> items = {};    // this pass
-    std::vector<AttentionChunk> chunks = {};  // this pass
+    AttentionPlan full = {}, sliced = {};  // this pass: of the phases outside the slice, and in it
+  };
+  struct Cut {
+    int phase;
+    std::vector<int> buffers;
+  };
+  // The rows that run only through the phases phase_begin .. phase_end - 1 of this step, from the token on.
+  struct Slice {
+    int token, phase_begin, phase_end;
+    const Cut *entry, *exit;  // null at the ends of the Program
+    bool contains(int phase) const { return phase >= phase_begin && phase < phase_end; }
+  };
+  // What the last slice left for the next: `next` of `count`, of num_rows rows from this position on.
+  struct Kept {
+    int next = 0, count = 0, num_rows = 0, position = 0;
+    std::vector<float> floats = {};  // of each row, its buffers and turns, one after another
   };
 
   void check_batch(const ForwardBatch& batch) const;
   void check_buffer(int buffer, int width, const char* what) const;
   void reserve_rows(int64_t num_rows);
   void run_pass(const ForwardBatch& batch, int token0, int token1, int out0, int out1);
-  void count_work(int num_tokens, int num_selected);
+  void count_work(int num_tokens, int num_full, int num_selected);
   void find_segments(const ForwardBatch& batch, int token0, int token1);
-  void plan_attention(AttentionShape& shape);
-  void share_attention(AttentionShape& shape);
-  int32_t plan_phase(Phase& phase, int num_tokens, int num_selected);
+  void check_slice(const ForwardBatch& batch) const;
+  Slice find_slice(const ForwardBatch& batch) const;
+  void end_slice(const ForwardBatch& batch);
+  template <class Copy>
+  void each_kept(const Cut& cut, int num_full, int num_tokens, Copy&& copy);
+  int64_t kept_floats() const;
+  int num_rows(int phase, int num_tokens, int num_full, int num_selected) const;
+  void plan_attention(const AttentionShape& shape, AttentionPlan& plan, int num_tokens);
+  void share_attention(const AttentionShape& shape, AttentionPlan& plan);
+  int32_t plan_phase(int index, int num_rows);
+  const AttentionPlan& attention_plan(int phase) const;
   void run_rows(const Phase& phase, int row0, int row1);
   void run_product(const Phase& phase, int chunk, int num_rows);
-  void run_attention(const Phase& phase, int chunk, int thread);
-  void run_attention_head(const Phase& phase, int item, int head, int thread, const KvBlocks& next,
+  void run_attention(const Phase& phase, const AttentionPlan& plan, int chunk, int thread);
+  void run_attention_head(const Phase& phase, const AttentionItem& item, int head, int thread, const KvBlocks& next,
                           int32_t num_next_keys);
-  KvBlocks kv_blocks(const AttentionShape& shape, int layer, int item, int head) const;
+  KvBlocks kv_blocks(const AttentionShape& shape, int layer, const AttentionItem& item, int head) const;
   void embed(const Embedding& embedding, const Buffer& out, int row0, int row1);
   RowsView view(int buffer) const { return {buffers_[buffer].data, buffers_[buffer].ld, buffers_[buffer].width}; }
   Activations activations(int buffer) const;
@@ -187,9 +223,13 @@ class Executable {
   std::vector<Turns> turns_;
   std::vector<Phase> phases_;
   std::vector<AttentionShape> attention_shapes_;
+  std::vector<Cut> cuts_;
   int logits_buffer_ = 0;
   int64_t packed_bytes_ = 0;
   int64_t num_rows_reserved_ = 0;
+
+  Kept kept_;
+  Slice slice_ = {};  // of this step; of no phase and no rows where there is none
 
   // This pass.
   const ForwardBatch* batch_ = nullptr;

@@ -194,9 +194,10 @@ def _command(recipe: SchedulerRecipe, model: str | Path, log_path: Path) -> list
 
 
 def _check_recipe(asked: SchedulerRecipe, served: SchedulerRecipe) -> None:
-    """Costs are the server's own to measure; the rest is what the experiment says it is about."""
+    """Costs are the server's own to measure, layers its model's; the rest is what the experiment says it is about."""
     asked_values, served_values = asked.to_values(), served.to_values()
-    other = {n: v for n, v in served_values.items() if not n.startswith("step_") and v != asked_values[n]}
+    own = {name for name in served_values if name.startswith("step_") or name == "num_layers"}
+    other = {n: v for n, v in served_values.items() if n not in own and v != asked_values[n]}
     if other:
         raise SystemExit(f"the server schedules by {other}, which the experiment did not ask for")
 

@@ -123,7 +123,9 @@ def finish_engine(prepared: PreparedModel) -> LoadedEngine:
         time.monotonic() - start_s,
     )
     num_cache_groups = len(program.cache_groups)
-    recipe = scheduler_recipe(facts, num_cache_groups=num_cache_groups, costs=costs)
+    recipe = scheduler_recipe(
+        facts, num_cache_groups=num_cache_groups, costs=costs, num_layers=prepared.backend.num_layers
+    )
     decision_log = open_decision_log(facts, recipe)
     engine = make_engine(prepared.backend, recipe, decision_log, prepared.builder.grammars)
     return LoadedEngine(engine, prepared.builder, prepared.backend, facts, prepared.path, decision_log)
@@ -187,9 +189,12 @@ def make_backend(model: Model, facts: EngineFacts) -> Backend:
 
 
 def scheduler_recipe(
-    facts: EngineFacts, *, num_cache_groups: int = 1, costs: StepCosts | None = None
+    facts: EngineFacts, *, num_cache_groups: int = 1, costs: StepCosts | None = None, num_layers: int = 1
 ) -> SchedulerRecipe:
-    """The part of the facts that decides the schedule. costs: of a step, at first; None paces by tokens only."""
+    """The part of the facts that decides the schedule. costs: of a step, at first; None paces by tokens only.
+
+    num_layers: of the backend, that a chunk can be sliced by.
+    """
     recipe = SchedulerRecipe(
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
@@ -208,6 +213,7 @@ def scheduler_recipe(
         slo_ttft_s=facts.slo_ttft_s,
         slo_tpot_s=facts.slo_tpot_s,
         has_prefix_cache=facts.has_prefix_cache,
+        num_layers=num_layers,
     )
     return recipe if costs is None else recipe.with_step_costs(costs)
 

@@ -5,6 +5,7 @@ preemption at every step of a request's life. That a planted difference is found
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,16 @@ def test_every_pair_of_options_leaves_the_logits_as_they_are(question: Question,
     assert num_compared > len(served.answers)
     effects = has_effect(options, served)
     assert all(effects.values()), (options, effects, served.stats)
+
+
+@pytest.mark.parametrize("number", [i for i, chosen in enumerate(COMBINATIONS) if chosen["pacing"] == "fixed"])
+def test_waves_leave_the_logits_as_they_are(question: Question, number: int) -> None:
+    """Aborted, preempted and timed out in the middle of one, too."""
+    options = replace(Options(**COMBINATIONS[number]), pacing="waves")
+    trial = Trial(question.model, question.requests, options, random.Random(number))
+    num_compared, difference = compare(trial.run(), question.alone)
+    assert difference is None, f"{options}: {difference}"
+    assert num_compared > 0 and trial._backend.num_slices > 20
 
 
 def test_memory_that_runs_out_leaves_the_logits_as_they_are(question: Question) -> None:

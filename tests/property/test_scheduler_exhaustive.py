@@ -21,6 +21,13 @@ def test_every_state_is_sound_and_every_path_ends(policy: str, admission: str) -
     assert coverage.num_states > 50 and coverage.num_ends >= 1
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "vtc"])
+def test_waves_end_whatever_becomes_of_their_sequences(policy: str) -> None:
+    what = Walk(POLICIES[policy], OptimisticAdmission, (Arrival(5, 2),), max_num_seqs=2, makes_waves=True)
+    coverage = walk(what)
+    assert coverage.num_states > 50 and coverage.num_ends >= 1
+
+
 class Leaking(OptimisticAdmission):
     """Keeps a block of whoever is aborted."""
 

@@ -21,6 +21,7 @@ from ropeway.core.waiting_line import WaitingLine
 from ropeway.errors import InvalidRequestError, RequestTooLargeError
 from support.schedulers import ADMISSIONS, POLICIES
 from support.scheduling import STOP_TOKEN_ID, PlanModel, Track, make_request, make_scheduler, sampled_ids
+from support.waves import WavePacing
 
 BATCHINGS: dict[str, Callable[[], Batching]] = {
     **{name: lambda make=make: ContinuousBatching(make()) for name, make in ADMISSIONS.items()},  # type: ignore[misc]
@@ -30,10 +31,13 @@ BATCHINGS: dict[str, Callable[[], Batching]] = {
 
 
 COSTS = StepCosts(0.5, 0.25, 0.25, 0.01, 0.1)  # some steps have no room for one token of a prompt
+DEEP_COSTS = StepCosts(0.5, 0.05, 0.05, 0.01, 0.1, 0.2)  # keys that cost much to read: chunks wait for waves
 PACINGS: dict[str, Callable[[int], Pacing]] = {
     "tokens": FixedTokenBudget,
     "balanced": lambda budget: TimedPacing(PacingTargets(max_num_tokens=budget), COSTS),
     "latency": lambda budget: TimedPacing(PacingTargets(max_num_tokens=budget, objective="latency"), COSTS),
+    "waves": lambda budget: WavePacing(budget, 3),
+    "timed waves": lambda budget: TimedPacing(PacingTargets(max_num_tokens=budget), DEEP_COSTS, num_layers=4),
     "tpot": lambda budget: TimedPacing(PacingTargets(max_num_tokens=budget, tpot_s=0.9), COSTS),
 }
 

@@ -28,6 +28,7 @@ from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import SequenceState, WaitingReason
 from ropeway.core.waiting_line import WaitingLine
 from support.scheduling import STOP_TOKEN_ID, make_request, sampled_ids
+from support.waves import WavePacing
 
 NUM_SEQUENCES, NUM_BLOCKS, BLOCK_SIZE, TOKEN_BUDGET = 3, 6, 2, 3
 
@@ -50,6 +51,7 @@ class Walk:
     arrivals: tuple[Arrival, ...]
     max_num_seqs: int = NUM_SEQUENCES
     can_fail: bool = True
+    makes_waves: bool = False
 
 
 @dataclass
@@ -79,6 +81,7 @@ def walk(what: Walk, max_num_states: int | None = None) -> Coverage:
         KVManager([NUM_BLOCKS], BLOCK_SIZE),
         line=WaitingLine(what.make_policy, background_share=0.5),
         batching=ContinuousBatching(what.make_admission()),
+        pacing=WavePacing(TOKEN_BUDGET, max_num_slices=2) if what.makes_waves else None,
     )
     coverage = Coverage()
     seen: set[int] = set()
@@ -198,13 +201,20 @@ def _state(scheduler: Scheduler, arrived: tuple[Arrival, ...]) -> tuple[Any, ...
         tuple(sequences),
         tuple(roster.running),
         tuple(roster.decodes.sequences),
-        None if plan is None else (plan.sequence_ids, plan.is_sampled),
+        None if plan is None else (plan.sequence_ids, plan.is_sampled, plan.layer_slice),
+        _wave(scheduler),
         line.entitled and line.entitled.sequence_id,
         (line._num_owed_tokens, line._is_background_due),
         _caution(scheduler._batching.admission),
         _service(line._interactive),
         _service(line._background),
     )
+
+
+def _wave(scheduler: Scheduler) -> tuple[int, ...]:
+    """The one under way."""
+    wave = scheduler._boarding._current_wave()
+    return () if wave is None else (wave.sequence.sequence_id, wave.num_tokens, wave.num_slices, wave.num_done)
 
 
 def _caution(admission: Admission) -> tuple[Any, ...]:

@@ -85,6 +85,10 @@ class FakeBackend:
     def block_size(self) -> int:
         return self._block_size
 
+    @property
+    def num_layers(self) -> int:
+        return 4
+
     def expected_tokens(self, prompt_token_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """The first `num_tokens` greedy tokens of a prompt, however they are scheduled."""
         history = list(prompt_token_ids)

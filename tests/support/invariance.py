@@ -23,6 +23,7 @@ from ropeway.engine.runner import Runner
 from ropeway.model.loading import Model
 
 from .recording_backend import RecordingBackend
+from .waves import WavePacing
 
 TICK_S = 0.005  # what each look at the clock takes
 MOST_STEPS = 20_000
@@ -37,7 +38,7 @@ class Options:
     prefix_cache: off; miss: on, and nothing that is asked can be shared; partial, hit: half or all of each prompt was
     computed before. pool: ample, or tight: for the longest sequence and half of it more. preemption: of the scheduler's
     making only, or one sequence after every step. mates: some of the requests are aborted, stopped or timed out.
-    n: most sequences of a request. token_budget: of a step. pacing: by tokens only, or timed.
+    n: most sequences of a request. token_budget: of a step. pacing: by tokens only, timed, or in waves.
     """
 
     policy: str = "fcfs"
@@ -166,6 +167,8 @@ class Trial:
             )
         )
         self._scheduler: Scheduler = self._recipe.make()
+        if options.pacing == "waves":
+            self._scheduler._pacing = WavePacing(options.token_budget, self._backend.num_layers)
         runner = Runner(self._backend, max_num_seqs=options.max_num_seqs, max_model_len=longest)
         self._engine = Engine(self._scheduler, runner, self._read_clock)
         self._tokens: dict[Key, list[int]] = {}

@@ -27,14 +27,16 @@ class RecordingBackend:
         self.hashes: Hashes = {}
         self.conflicts: Hashes = {}
         self.num_blocks_copied = 0
+        self.num_slices = 0  # of layers, that a row passed in a step of their own
         self.vocab_size, self.num_kv_blocks = backend.vocab_size, backend.num_kv_blocks
-        self.block_size = backend.block_size
+        self.block_size, self.num_layers = backend.block_size, backend.num_layers
 
     def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
         self.num_blocks_copied += len(source_ids)
         self._backend.copy_blocks(group, source_ids, destination_ids)
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
+        self.num_slices += batch.layer_slice is not None
         return self._backend.forward(batch)
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:

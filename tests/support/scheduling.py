@@ -8,7 +8,7 @@ from typing import Any
 
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
-from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
+from ropeway.core.plan import LayerSlice, SequenceEvent, StepPlan, StepResult
 from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import Sequence
@@ -92,8 +92,9 @@ class PlanModel:
 
     Computed ranges have no gap and no overlap; a row samples exactly where it reaches the last known token; block
     tables have slots for what is computed; no block is granted while another sequence holds it; the budget is never
-    exceeded; who is preempted does not board in the same step, and somebody computes; one terminal event per sequence,
-    and nothing after it. Where it is_first_come, nobody boards before an older sequence that waits; only as many are
+    exceeded; the slices of a row come in order, in steps that follow one another; who is preempted does not board in
+    the same step, and somebody computes; one terminal event per sequence, and nothing after it. Where it is_first_come,
+    nobody boards before an older sequence that waits; only as many are
     preempted as must be, the youngest, never the oldest.
     With a prefix cache sequences share blocks, start behind what was found, and let others pass; what the blocks hold
     is for FakeBackend to check.
@@ -108,6 +109,8 @@ class PlanModel:
     has_prefix_cache: bool = False
     tracks: dict[int, Track] = field(default_factory=dict)
     by_name: dict[tuple[str, int], Track] = field(default_factory=dict)
+    wave: tuple[int, int, int, LayerSlice] | None = None  # sequence, start, tokens and slice of the last plan's
+    num_waves: int = 0
     num_recomputed: int = 0
     num_prompt: int = 0
     num_generated: int = 0
@@ -143,6 +146,18 @@ class PlanModel:
         self._grant(plan)
         for row in range(plan.num_rows):
             self._compute(self.tracks[plan.sequence_ids[row]], plan, row)
+        self._follow_wave(plan)
+
+    def _follow_wave(self, plan: StepPlan) -> None:
+        last, self.wave = self.wave, None
+        if plan.layer_slice is None:
+            return
+        self.wave = (plan.sequence_ids[-1], plan.starts[-1], plan.num_tokens[-1], plan.layer_slice)
+        index, count = plan.layer_slice
+        assert 0 <= index < count and count > 1
+        if index:
+            assert last == (*self.wave[:3], LayerSlice(index - 1, count)), "a slice without the one before it"
+        self.num_waves += plan.layer_slice.is_last
 
     def take(self, events: list[SequenceEvent]) -> None:
         """Take in events of `commit`, `abort`, `stop` or `fail`."""
@@ -222,8 +237,11 @@ class PlanModel:
         if self.has_prefix_cache and not track.num_computed:
             track.num_computed = start  # found
         assert start == track.num_computed, "a gap or an overlap in what is computed"
-        assert end <= track.num_tokens and is_sampled == (end == track.num_tokens)
+        is_partial = plan.layer_slice is not None and row == plan.num_rows - 1 and not plan.layer_slice.is_last
+        assert end <= track.num_tokens and is_sampled == (end == track.num_tokens and not is_partial)
         assert all(end <= len(table) * self.block_size for table in track.blocks), "computed without a slot"
+        if is_partial:
+            return
         self.num_recomputed += max(0, min(end, track.num_ever_computed) - start)
         self.num_prompt += max(0, min(end, track.sequence.num_prompt_tokens) - max(start, track.num_ever_computed))
         track.num_computed = end

@@ -21,7 +21,7 @@ from ropeway.core.decision_log import (
     Record,
     StopRecord,
 )
-from ropeway.core.plan import BlockCopies, BlockGrants, StepPlan
+from ropeway.core.plan import BlockCopies, BlockGrants, LayerSlice, StepPlan
 from ropeway.errors import DecisionLogError
 
 OPTIONS = {"policy": "fcfs", "blocks": 64, "share": 0.1, "padded": False, "slo": None, "tenant ü": "", "b": True}
@@ -51,6 +51,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         draw(ids),
         draw(ids),
         tuple(draw(st.lists(st.builds(BlockCopies, ids, ids), max_size=2))),
+        draw(st.none() | st.builds(LayerSlice, st.integers(0, 40), st.integers(1, 40))),
     )
 
 

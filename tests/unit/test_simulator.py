@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from ropeway.core.plan import LayerSlice, StepPlan
 from ropeway.errors import ConfigError
 from ropeway.sim.cost_model import ACCELERATOR, TWO_CORES, CostModel, StepShape
 from ropeway.sim.simulator import Arrival, Lengths, Passage, Simulation, SimulationStalledError, make_arrival, simulate
@@ -157,3 +159,11 @@ def test_no_two_prompts_begin_alike_and_all_are_within_a_vocabulary() -> None:
     assert len({prompt[:4] for prompt in prompts}) == len(prompts)
     assert all(len(prompt) == 40 and 0 < min(prompt) and max(prompt) < 32_000 for prompt in prompts)
     assert len(arrival(7, 0.0, prompt=1).request.prompt_token_ids) == 1
+
+
+def test_a_slice_costs_its_share_of_the_chunk() -> None:
+    """Beside a decode at position 30, a chunk of 12 behind 100: a row of logits comes with the last slice only."""
+    plan = StepPlan(0, (0, 1), (30, 100), (1, 12), (True, False), (), layer_slice=LayerSlice(1, 4))
+    whole = StepShape.of(replace(plan, layer_slice=None))
+    assert whole == StepShape(13, 31 + 1278, 1, 31)
+    assert StepShape.of(plan) == StepShape(1 + 3, 31 + 1278 / 4, 1, 31)

@@ -21,8 +21,16 @@ COSTS = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4)
 
 
 def work_of(plan: StepPlan) -> StepWork:
-    pairs = sum(num_pairs(start, count) for start, count in zip(plan.starts, plan.num_tokens, strict=True))
-    return StepWork(plan.total_num_tokens, pairs, sum(plan.is_sampled), sum(plan.starts) + plan.total_num_tokens)
+    shares = [1.0] * plan.num_rows
+    if plan.layer_slice is not None:
+        shares[-1] = plan.layer_slice.share(30)
+    rows = list(zip(plan.starts, plan.num_tokens, shares, strict=True))
+    return StepWork(
+        sum(share * count for _, count, share in rows),
+        sum(share * num_pairs(start, count) for start, count, share in rows),
+        sum(plan.is_sampled),
+        sum(share * (start + count) for start, count, share in rows),
+    )
 
 
 @dataclass
@@ -55,8 +63,9 @@ class Drive:
         return self.costs.seconds(StepWork(num_rows, num_rows * context, num_rows))
 
 
-def pacing(prior: StepCosts = COSTS, **targets: object) -> TimedPacing:
-    return TimedPacing(PacingTargets(**{"max_num_tokens": 2048, **targets}), prior)  # type: ignore[arg-type]
+def pacing(prior: StepCosts = COSTS, num_layers: int = 1, **targets: object) -> TimedPacing:
+    targets = {"max_num_tokens": 2048, **targets}
+    return TimedPacing(PacingTargets(**targets), prior, num_layers)  # type: ignore[arg-type]
 
 
 def decoding(drive: Drive, count: int) -> None:
@@ -307,6 +316,62 @@ def test_long_prompts_take_steps_in_turn_where_reading_the_keys_of_both_costs_mu
     assert [len(chunk) for chunk in chunks] == [1 if takes_turns else 2] * 40
     num_tokens = [sum(chunk.get(sequence_id, 0) for chunk in chunks) for sequence_id in (4, 6)]
     assert min(num_tokens) > 0.4 * sum(num_tokens), "each has half"
+
+
+DEEP_COSTS = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4, read_s=1.1e-6)
+
+
+@pytest.mark.parametrize(
+    ("objective", "num_tokens", "most", "least"), [("balanced", 7500, 2.3, 0.4), ("latency", 2500, 1.5, 0.1)]
+)
+def test_beside_one_answer_a_long_prompt_goes_in_waves(
+    objective: str, num_tokens: int, most: float, least: float
+) -> None:
+    """Of the tokens of a step of its own, reading their keys would leave room for one."""
+    drive = Drive(pacing(DEEP_COSTS, num_layers=30, objective=objective), DEEP_COSTS)
+    decoding(drive, 1)
+    drive.add("long", num_tokens, 1)
+    begin_s = drive.now_s
+    drive.steps.clear()
+    while drive.step().num_rows > 1:
+        pass
+    slices = [plan.layer_slice for plan, _ in drive.steps if plan.layer_slice is not None]
+    assert len(slices) > 200 and all(2 <= layer_slice.count <= 10 for layer_slice in slices)
+    assert drive.steps[0][0].layer_slice is None, "the first chunks read little"
+    contexts = [plan.starts[0] + 1 for plan, _ in drive.steps]
+    decode_s = [DEEP_COSTS.seconds(StepWork(1, context, 1, context)) for context in contexts]
+    ratios = sorted([step_s / alone_s for (_, step_s), alone_s in zip(drive.steps, decode_s, strict=True)])
+    assert ratios[len(ratios) * 99 // 100 - 1] <= most
+    alone_s = DEEP_COSTS.seconds(StepWork(num_tokens, num_pairs(0, num_tokens), 1))
+    assert alone_s / (drive.now_s - begin_s) >= least
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "objective", "count"), [(1, "balanced", 1), (30, "throughput", 1), (30, "balanced", 32)]
+)
+def test_waves_are_for_where_chunks_fail(num_layers: int, objective: str, count: int) -> None:
+    drive = Drive(pacing(DEEP_COSTS, num_layers=num_layers, objective=objective), DEEP_COSTS)
+    decoding(drive, count)
+    drive.add("long", 7500, 1)
+    drive.steps.clear()
+    while drive.step().num_rows > count:
+        pass
+    assert not any(plan.layer_slice for plan, _ in drive.steps)
+
+
+def test_a_prompt_that_is_aborted_in_a_wave_makes_room_for_another() -> None:
+    drive = Drive(pacing(DEEP_COSTS, num_layers=30), DEEP_COSTS)
+    decoding(drive, 1)
+    drive.add("long", 7500, 1)
+    while (layer_slice := drive.step().layer_slice) is None or layer_slice.index != 1:
+        pass
+    drive.scheduler.check_invariants()
+    drive.scheduler.abort("long")
+    drive.add("next", 7000, 1)
+    assert drive.step().layer_slice is None
+    drive.scheduler.check_invariants()
+    while not drive.scheduler.stats().num_finished["length"]:
+        drive.step()
 
 
 def test_a_chunk_that_grows_reads_its_keys_once() -> None:

@@ -30,6 +30,22 @@ class BlockTables:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSlice:
+    """Part `index` of `count` of a model's layers; the parts are as equal as can be, and follow one another."""
+
+    index: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def bounds(self, num_layers: int) -> tuple[int, int]:
+        """The first layer of the slice, and the one behind its last, of num_layers >= count."""
+        return self.index * num_layers // self.count, (self.index + 1) * num_layers // self.count
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's forward pass.
 
@@ -37,6 +53,10 @@ class ForwardBatch:
     at kv_lens[s] - 1. kv_lens[S]: keys the row's last token sees, itself included. tables: one per cache group.
     out_rows[R]: ascending indices into T whose logits are wanted: of rows that sample, and of prompt tokens whose
     successors are to be scored.
+
+    layer_slice: where it is given, the last row passes only these layers in this step. Its other slices come, in order,
+    in other steps with the same tokens; none of its logits is wanted before the last. A slice 0 drops what another
+    sliced row has left.
     """
 
     token_ids: Int32Array
@@ -45,6 +65,7 @@ class ForwardBatch:
     kv_lens: Int32Array
     tables: tuple[BlockTables, ...]
     out_rows: Int32Array
+    layer_slice: LayerSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +168,7 @@ class Samples:
 class Backend(Protocol):
     """A Program made executable, with its KV pool. Not thread-safe: one caller at a time.
 
+    num_layers: the most slices that a row can pass the model in.
     `copy_blocks` copies whole blocks of a cache group, in every layer and pair after pair: an earlier target may be a
     source.
     `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change in place
@@ -161,6 +183,9 @@ class Backend(Protocol):
 
     @property
     def block_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
 
     def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None: ...
 

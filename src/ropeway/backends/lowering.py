@@ -124,15 +124,15 @@ def select_early(program: Program) -> Program:
     written: set[str] = set()
     brought: dict[str, str] = {}  # buffers with rows of before -> what holds the selected ones
     for op in (*tail, select):
-        brought |= {name: f"{name}.selected" for name in _reads(op) - written}
-        written.add(_written_by(op))
+        brought |= {name: f"{name}.selected" for name in reads(op) - written}
+        written.add(written_by(op))
     rest = program.ops[end + 1 :]
     last = brought.get(select.x, select.x)
     stale = (brought.keys() | written) - {select.out}  # what ops after may not read before they write it
     for op in rest:
-        if _reads(op) & stale or _written_by(op) == last:
+        if reads(op) & stale or written_by(op) == last:
             return program
-        stale.discard(_written_by(op))
+        stale.discard(written_by(op))
     selects = [SelectRows(out, name) for name, out in sorted(brought.items())]
     renamed = [_renamed(op, brought) for op in tail]
     ops = (*program.ops[:start], *selects, *renamed, *(_renamed(op, {select.out: last}) for op in rest))
@@ -140,12 +140,14 @@ def select_early(program: Program) -> Program:
     return replace(program, ops=ops, buffers={**program.buffers, **widths})
 
 
-def _reads(op: Op) -> set[str]:
+def reads(op: RowOp) -> set[str]:
+    """The buffers whose values `op` needs."""
     return {value for f in fields(op) if f.name not in _NOT_READ and isinstance(value := getattr(op, f.name), str)}
 
 
-def _written_by(op: Op) -> str:
-    return op.x if isinstance(op, Rope) else getattr(op, "out", "")
+def written_by(op: RowOp) -> str:
+    """The buffer that `op` changes; empty for one that changes none."""
+    return op.x if isinstance(op, Rope | Bias) else getattr(op, "out", "")
 
 
 def _renamed(op: Op, names: Mapping[str, str]) -> Op:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ropeway import _native
 from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, Logprobs, SampleBatch, Samples, ScoreBatch
+from ropeway.backends.layer_cuts import layer_cuts
 from ropeway.backends.lowering import (
     LOGITS,
     AttentionPhase,
@@ -88,6 +89,10 @@ class NativeBackend:
     @property
     def block_size(self) -> int:
         return self._block_size
+
+    @property
+    def num_layers(self) -> int:
+        return self._executable.num_layers
 
     @property
     def num_threads(self) -> int:
@@ -190,12 +195,17 @@ class _Builder:
         self._turns: dict[RopeTable, int] = {}
 
     def build(self) -> None:
-        for name, width in {**self._program.buffers, LOGITS: self._program.vocab_size}.items():
+        widths = {**self._program.buffers, LOGITS: self._program.vocab_size}
+        for name, width in widths.items():
             self._buffers[name] = self._executable.add_buffer(width)
         for group in self._program.cache_groups:
             self._executable.add_cache_group(len(group.layers), group.num_kv_heads, group.head_dim)
         quantised = {name for name, tensor in self._tensors.items() if tensor.type in _QUANTISED_TYPES}
-        for phase in lower(self._program, quantised):
+        phases = lower(self._program, quantised)
+        cuts = {cut.phase: cut for cut in layer_cuts(phases, widths)}
+        for i, phase in enumerate(phases):
+            if i in cuts:
+                self._executable.add_cut([self._buffers[name] for name in cuts[i].buffers])
             self._add_phase(phase)
         self._executable.set_logits(self._buffers[LOGITS])
 

@@ -6,7 +6,8 @@ docstring in `model.program`. Knows no scheduling and no text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from ropeway.backends.batch import (
     ForwardBatch,
     Int32Array,
     Int64Array,
+    LayerSlice,
     Logprobs,
     SampleBatch,
     Samples,
@@ -68,6 +70,7 @@ class ReferenceBackend:
         self._block_size = block_size
         self._weights = {name: dequantize(tensors[name]) for name in program.weights}
         storage = np.dtype(np.float16 if kv_dtype == "f16" else np.float32)
+        self._kept: dict[str, Float32Array] = {}  # the buffers of a sliced row between its steps
         self._keys, self._values = {}, {}  # layer -> [blocks, block_size, num_kv_heads, head_dim]
         for group in program.cache_groups:
             shape = (num_kv_blocks, block_size, group.num_kv_heads, group.head_dim)
@@ -87,6 +90,10 @@ class ReferenceBackend:
     def block_size(self) -> int:
         return self._block_size
 
+    @property
+    def num_layers(self) -> int:
+        return max(1, sum(isinstance(op, Attention) for op in self._program.ops))
+
     def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None:
         """Copies whole blocks of a cache group, pair after pair."""
         for layer in self._program.cache_groups[group].layers:
@@ -96,13 +103,30 @@ class ReferenceBackend:
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """logits[R, vocab] of the rows that `batch` asks for; the KV cache gains the batch's tokens."""
+        if batch.layer_slice is None:
+            return self._run_ops(self._program.ops, {}, batch)
+        return self._forward_sliced(batch, batch.layer_slice)
+
+    def _forward_sliced(self, batch: ForwardBatch, layer_slice: LayerSlice) -> Float32Array:
+        """The rows before the last pass every layer, and then the last those of the slice."""
+        before, last = _without_last_row(batch), _last_row(batch)
+        logits = self._run_ops(self._program.ops, {}, before)
+        if layer_slice.index == 0:
+            self._kept = {}
+        first, end = layer_slice.bounds(self.num_layers)
+        starts = [0, *[i + 1 for i, op in enumerate(self._program.ops) if isinstance(op, Attention)]]
+        ops = self._program.ops[starts[first] : None if layer_slice.is_last else starts[end]]
+        last_logits = self._run_ops(ops, self._kept, last)
+        return np.concatenate([logits, last_logits]) if layer_slice.is_last else logits
+
+    def _run_ops(self, ops: Sequence[Op], buffers: dict[str, Float32Array], batch: ForwardBatch) -> Float32Array:
+        """Runs ops over `buffers`; the logits, of no rows where ops have none."""
         slots = [self._slots(batch, group) for group in range(len(self._program.cache_groups))]
-        buffers: dict[str, Float32Array] = {}
-        for op in self._program.ops:
+        for op in ops:
             if isinstance(op, Logits):
                 return self._linear(buffers[op.x], op.weight, None)
             self._run(op, buffers, batch, slots)
-        raise AssertionError("a Program ends in Logits")
+        return np.empty((0, self.vocab_size), np.float32)
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
         """One token per row of the batch; its rows of logits[R, vocab] are changed in place."""
@@ -193,6 +217,30 @@ class ReferenceBackend:
                     scores[is_hidden] = -np.inf
                     out[start:end, head, member] = _softmax(scores) @ v[:, head]
         return out.reshape(len(q), -1)
+
+
+def _without_last_row(batch: ForwardBatch) -> ForwardBatch:
+    num_tokens = batch.query_indptr[-2]
+    return ForwardBatch(
+        token_ids=batch.token_ids[:num_tokens],
+        positions=batch.positions[:num_tokens],
+        query_indptr=batch.query_indptr[:-1],
+        kv_lens=batch.kv_lens[:-1],
+        tables=tuple(replace(table, offsets=table.offsets[:-1]) for table in batch.tables),
+        out_rows=batch.out_rows[batch.out_rows < num_tokens],
+    )
+
+
+def _last_row(batch: ForwardBatch) -> ForwardBatch:
+    first, end = batch.query_indptr[-2:]
+    return ForwardBatch(
+        token_ids=batch.token_ids[first:],
+        positions=batch.positions[first:],
+        query_indptr=np.array([0, end - first], np.int32),
+        kv_lens=batch.kv_lens[-1:],
+        tables=tuple(replace(table, offsets=table.offsets[-1:]) for table in batch.tables),
+        out_rows=batch.out_rows[batch.out_rows >= first] - first,
+    )
 
 
 def _rms_norm(x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:

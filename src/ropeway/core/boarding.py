@@ -11,6 +11,7 @@ from ropeway.core.plan_builder import PlanBuilder
 from ropeway.core.roster import Roster
 from ropeway.core.sequence import Sequence, WaitingReason
 from ropeway.core.waiting_line import WaitingLine
+from ropeway.core.wave import Wave
 
 
 class Boarding:
@@ -18,6 +19,7 @@ class Boarding:
 
     Nobody overtakes one that cannot board; only one that would compute what another is computing lets others pass.
     One whose long prompt took a whole step comes last in the next: of two steps it has one, as of one step half.
+    A wave goes on in every step, before any other prompt; it is dropped where its sequence was preempted or has ended.
     """
 
     def __init__(self, roster: Roster, line: WaitingLine, kv: KVManager, batching: Batching) -> None:
@@ -25,6 +27,7 @@ class Boarding:
         self._line = line
         self._kv = kv
         self._batching = batching
+        self._wave: Wave | None = None  # under way
         self._giving_way_id: int | None = None  # of the sequence whose long prompt took the last step
 
     def plan_prefills(self, builder: PlanBuilder, max_num_running: int, num_running_before: int) -> list[Sequence]:
@@ -33,12 +36,11 @@ class Boarding:
         num_running_before: sequences that ran when the step began.
         """
         line, roster = self._line, self._roster
-        prefilling = line.in_order(roster.prefilling.values())
+        others = self._go_on(builder)
+        giving_way = None if self._giving_way_id is None else others.pop(self._giving_way_id, None)
+        builder.has_turns = giving_way is not None
+        prefilling = line.in_order(others.values())
         prefilling.reverse()
-        giving_way = None if self._giving_way_id is None else roster.prefilling.get(self._giving_way_id)
-        if giving_way is not None:
-            prefilling.remove(giving_way)
-            builder.has_turns = True
         is_boarding = True
         while True:
             newcomer = line.first() if is_boarding else None
@@ -57,6 +59,7 @@ class Boarding:
         if giving_way is not None:
             builder.add_prefill(giving_way, goes_first=line.goes_first(giving_way))
         chunks = builder.end_prefills()
+        self._wave = builder.wave
         if chunks:
             self._giving_way_id = builder.whole_id
         for sequence, num_new_tokens in chunks:
@@ -64,6 +67,27 @@ class Boarding:
             if sequence.num_computed_tokens == sequence.num_tokens:
                 roster.begin_decoding(sequence)
         return [sequence for sequence, _ in chunks]
+
+    def _go_on(self, builder: PlanBuilder) -> dict[int, Sequence]:
+        """Plan a slice of the wave under way; all others who prefill."""
+        others = dict(self._roster.prefilling)
+        wave = self._current_wave()
+        if wave is not None and builder.go_on(wave):
+            del others[wave.sequence.sequence_id]
+        return others
+
+    def _current_wave(self) -> Wave | None:
+        """The wave under way, of a sequence that prefills still."""
+        wave = self._wave
+        if wave is None or wave.is_done or wave.sequence.sequence_id not in self._roster.prefilling:
+            return None
+        return wave
+
+    def check_invariants(self) -> None:
+        """Check the wave under way. Raises AssertionError with the first violation."""
+        wave = self._current_wave()
+        if wave is not None:
+            wave.check_invariants()
 
     def _defer(self, sequence: Sequence) -> bool:
         leader = self._kv.leader(sequence)

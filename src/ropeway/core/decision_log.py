@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ropeway.core.decision_bytes import ByteReader, ByteWriter, OutOfDataError, framed
-from ropeway.core.plan import BlockCopies, BlockGrants, StepPlan
+from ropeway.core.plan import BlockCopies, BlockGrants, LayerSlice, StepPlan
 from ropeway.errors import DecisionLogError
 
 MAGIC = b"ropeway-decisions\n"
-VERSION = 2
+VERSION = 3
 
 HeaderValue = str | int | float | bool | None
 
@@ -181,6 +181,10 @@ class LogEncoder:
         for copies in plan.copies:
             out.uints(copies.source_ids)
             out.uints(copies.destination_ids)
+        index, count = plan.layer_slice or (0, 0)
+        out.uint(count)
+        if count:
+            out.uint(index)
         self._last.remember(plan)
 
     def _dropped(self, plan: StepPlan) -> list[int]:
@@ -372,6 +376,8 @@ def _read_plan(reader: ByteReader, last: _Rows) -> PlanRecord:
         is_sampled.append(bool(packed & 1))
     grants = tuple([_read_grants(reader, len(sequence_ids)) for _ in range(reader.uint())])
     copies = tuple([BlockCopies(reader.uints(), reader.uints()) for _ in range(reader.uint())])
+    num_slices = reader.uint()
+    layer_slice = LayerSlice(reader.uint(), num_slices) if num_slices else None
     plan = StepPlan(
         step_id,
         tuple(sequence_ids),
@@ -382,6 +388,7 @@ def _read_plan(reader: ByteReader, last: _Rows) -> PlanRecord:
         preempted_ids,
         finished_ids,
         copies,
+        layer_slice,
     )
     last.remember(plan)
     return PlanRecord(now_s, plan, digests)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from ropeway.core.params import MAX_COUNT
-from ropeway.core.plan import StepPlan
+from ropeway.core.plan import LayerSlice, StepPlan
 from ropeway.core.sequence import Sequence
 from ropeway.core.stats import PacingStats
 
@@ -45,6 +45,17 @@ class StepBudget(Protocol):
         """How many more tokens fit, for a sequence whose first `start` tokens are computed.
 
         is_more: some of those are a chunk of this step, which would grow.
+        """
+
+    def wave(self, start: int, num_tokens: int) -> tuple[int, int] | None:
+        """(tokens, slices): of a prompt whose first `start` tokens are computed and whose next num_tokens are not, what
+        gets further over so many steps than chunks of one step each. None where nothing does.
+        """
+
+    def take_slice(self, start: int, num_tokens: int, layer_slice: LayerSlice, is_sampled: bool) -> bool:
+        """A slice of such a chunk is in the step, with a row of logits where is_sampled.
+
+        False, and it is not, where the step must not hold so many tokens.
         """
 
     def is_worth_sharing(self, start: int) -> bool:
@@ -130,6 +141,15 @@ class TokensLeft:
 
     def num_prefill_tokens(self, start: int, *, is_more: bool = False) -> int:
         return self._num_tokens
+
+    def wave(self, start: int, num_tokens: int) -> tuple[int, int] | None:
+        return None
+
+    def take_slice(self, start: int, num_tokens: int, layer_slice: LayerSlice, is_sampled: bool) -> bool:
+        if num_tokens > self._num_tokens:
+            return False
+        self._num_tokens -= num_tokens
+        return True
 
     def is_worth_sharing(self, start: int) -> bool:
         return True

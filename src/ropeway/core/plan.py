@@ -30,6 +30,21 @@ class BlockCopies:
     destination_ids: tuple[int, ...]
 
 
+class LayerSlice(NamedTuple):
+    """Part `index` of `count` parts of the model's layers, as equal as can be."""
+
+    index: int  # type: ignore[assignment]  # of the slice; nobody asks this tuple for an index
+    count: int  # type: ignore[assignment]
+
+    def share(self, num_layers: int) -> float:
+        """Its part of all num_layers >= count."""
+        return ((self.index + 1) * num_layers // self.count - self.index * num_layers // self.count) / num_layers
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes. S rows, decodes first.
@@ -42,6 +57,9 @@ class StepPlan:
     preempted_ids: lost every block since the previous plan; the runner clears their block rows, keeps their tokens.
     finished_ids: ended since the previous plan; the runner forgets them.
     copies: one per cache group, or none at all.
+    layer_slice: of the layers, that the last row passes in this step; all of them where it is None. Every slice of the
+    row comes, in order, in steps that follow one another; with the last its tokens are computed. Where another row
+    comes instead, the slices before are dropped.
 
     The first row of a sequence that boards starts behind what the prefix cache holds of it, and is granted its whole
     block table, shared blocks too.
@@ -60,6 +78,7 @@ class StepPlan:
     preempted_ids: tuple[int, ...] = ()
     finished_ids: tuple[int, ...] = ()
     copies: tuple[BlockCopies, ...] = ()
+    layer_slice: LayerSlice | None = None
 
     @property
     def num_rows(self) -> int:

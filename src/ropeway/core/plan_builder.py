@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ropeway.core.pacing import StepBudget
-from ropeway.core.plan import BlockCopies, BlockGrants, StepPlan
+from ropeway.core.plan import BlockCopies, BlockGrants, LayerSlice, StepPlan
 from ropeway.core.sequence import Sequence as TokenSequence
+from ropeway.core.wave import Wave
 
 Granted = tuple[int, Sequence[Sequence[int]]]  # a row, and the block ids it is granted in each cache group
 
@@ -24,6 +25,8 @@ class PlanBuilder:
         self._granted: list[Granted] = []
         self._long_rows: list[tuple[int, TokenSequence]] = []  # prompts longer than the step, which share it
         self._chunks: list[tuple[TokenSequence, int]] = []  # of prompts, with where they start
+        self.wave: Wave | None = None  # of which a slice is in the step
+        self._layer_slice: LayerSlice | None = None
         self.whole_id: int | None = None  # of the sequence whose long prompt took the step, instead of half of it
         self.num_prompt_tokens = 0
         self.num_recomputed_tokens = 0
@@ -63,14 +66,25 @@ class PlanBuilder:
         self.has_turns = False  # long prompts take steps in turn, instead of halves of each
         self._num_budgeted = budget.num_prefill_tokens(0)
 
+    def go_on(self, wave: Wave) -> bool:
+        """Plan the next slice of a wave, before any prompt; False where the step has no place for its tokens."""
+        has_place = self._take_slice(wave)
+        self._num_budgeted = self.budget.num_prefill_tokens(0)
+        return has_place
+
     def add_prefill(self, sequence: TokenSequence, *, goes_first: bool) -> None:
         """Plan as many uncomputed tokens of a sequence as the budget leaves; no row where it leaves none.
 
         One that is longer than the step takes half of it, and what nobody else wants; longer than two, where it goes
         first: halved, a prompt of 1.5 steps would take three. It takes all of a step that is too short to be shared,
-        and gives way in the next. Its first row since it boarded carries its whole block table.
+        and gives way in the next. Its first row since it boarded carries its whole block table. It begins a wave where
+        the budget says that this gets it further.
         """
         start = sequence.num_computed_tokens
+        if self.wave is None:
+            found = self.budget.wave(start, sequence.num_tokens - start)
+            if found is not None and self._take_slice(Wave(sequence, start, *found)):
+                return
         num_tokens = min(sequence.num_tokens - start, self.budget.num_prefill_tokens(start))
         if num_tokens <= 0:
             return
@@ -81,9 +95,7 @@ class PlanBuilder:
             else:
                 num_tokens = min(num_tokens, self._num_budgeted // 2)
                 self._long_rows.append((len(self._starts), sequence))
-        if not sequence.is_announced:
-            self._granted.append((len(self._starts), sequence.block_ids))
-            sequence.is_announced = True
+        self._announce(sequence)
         end = start + num_tokens
         is_sampled = end == sequence.num_tokens
         self._add_row(sequence.sequence_id, start, num_tokens, is_sampled)
@@ -101,6 +113,8 @@ class PlanBuilder:
                 self._num_tokens[row] += num_tokens
                 self.budget.add_prefill(start, num_tokens, False, is_more=True)
                 sequence.num_computed_tokens += num_tokens
+        if self.wave is not None:
+            self._add_slice(self.wave)
         chunks = []
         for sequence, start in self._chunks:
             end = sequence.num_computed_tokens
@@ -132,7 +146,33 @@ class PlanBuilder:
             preempted_ids,
             finished_ids,
             copies,
+            self._layer_slice,
         )
+
+    def _take_slice(self, wave: Wave) -> bool:
+        """Take the next slice of a wave from the budget."""
+        if not self.budget.take_slice(wave.start, wave.num_tokens, wave.next_slice, wave.is_sampled):
+            return False
+        self.wave = wave
+        return True
+
+    def _add_slice(self, wave: Wave) -> None:
+        """Plan it, as the last row; with the last slice the tokens are computed."""
+        sequence, start = wave.sequence, wave.start
+        self._announce(sequence)
+        self._add_row(sequence.sequence_id, start, wave.num_tokens, wave.is_sampled)
+        self._layer_slice = wave.next_slice
+        wave.num_done += 1
+        if wave.is_done:
+            sequence.num_computed_tokens = start + wave.num_tokens
+            self._chunks.append((sequence, start))
+            self.whole_id = sequence.sequence_id
+
+    def _announce(self, sequence: TokenSequence) -> None:
+        """Grant the row to come the whole block table of a sequence that has boarded."""
+        if not sequence.is_announced:
+            self._granted.append((len(self._starts), sequence.block_ids))
+            sequence.is_announced = True
 
     def _add_row(self, sequence_id: int, start: int, num_tokens: int, is_sampled: bool) -> None:
         self._sequence_ids.append(sequence_id)

@@ -39,7 +39,7 @@ class SchedulerRecipe:
     scheduling_policy: vtc, fcfs, priority or spf; priority_aging_s is that of priority. background_share: see
     `WaitingLine`. max_num_queued_x: see `QueueLimits`.
     objective, slo_ttft_s, slo_tpot_s: see `PacingTargets`. step_x_s: the `StepCosts` that pace steps at first; all 0
-    for a budget of tokens only.
+    for a budget of tokens only. num_layers: the most slices in which the model computes a chunk.
     """
 
     max_num_seqs: int
@@ -65,6 +65,7 @@ class SchedulerRecipe:
     step_pair_s: float = 0.0
     step_row_s: float = 0.0
     step_read_s: float = 0.0
+    num_layers: int = 1
 
     def with_step_costs(self, costs: StepCosts) -> SchedulerRecipe:
         """The same, with these costs in its fields."""
@@ -117,7 +118,7 @@ class SchedulerRecipe:
             ttft_s=self.slo_ttft_s,
             tpot_s=self.slo_tpot_s,
         )
-        return TimedPacing(targets, costs)
+        return TimedPacing(targets, costs, self.num_layers)
 
     def _make_admission(self) -> Admission:
         match self.admission:

@@ -353,4 +353,5 @@ class Scheduler:
         for sequence in roster.sequences.values():
             assert sequence.num_computed_tokens + slack <= sequence.num_tokens, "computed more tokens than are known"
         roster.check_invariants()
+        self._boarding.check_invariants()
         assert len(roster.running) + len(roster.retained) <= self._max_num_running, "more sequences run than may"

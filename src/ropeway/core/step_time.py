@@ -23,13 +23,14 @@ class StepWork(NamedTuple):
 
     num_pairs: the positions that its tokens attend to, summed over tokens. num_rows: of logits. num_reads: the
     positions whose keys and values are read, summed over chunks: the tokens of one share them.
+    A slice of the layers computes its share of a chunk's.
     A tuple, because several are made for each step and each chunk: a frozen dataclass takes three times as long.
     """
 
-    num_tokens: int
-    num_pairs: int
+    num_tokens: float
+    num_pairs: float
     num_rows: int
-    num_reads: int = 0
+    num_reads: float = 0
 
 
 def num_pairs(start: int, num_tokens: int) -> int:
@@ -67,7 +68,7 @@ class StepCosts:
         token_s, later_token_s = self.token_s + read_s, self.later_token_s + read_s  # each reads itself
         if not is_more:
             left_s -= read_s * start
-        num_early = max(0, KNEE_TOKENS - work.num_tokens)
+        num_early = max(0, KNEE_TOKENS - math.ceil(work.num_tokens))
         num_tokens = min(num_early, _longest(token_s, self.pair_s, start, left_s))
         if num_tokens < num_early:
             return num_tokens

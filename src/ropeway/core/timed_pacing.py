@@ -13,7 +13,8 @@ from ropeway.core.pacing import StepLoad
 from ropeway.core.plan import StepPlan
 from ropeway.core.sequence import Sequence
 from ropeway.core.stats import PacingStats
-from ropeway.core.step_time import StepCosts, StepTimeModel, StepWork, num_pairs
+from ropeway.core.step_time import StepCosts, StepTimeModel, StepWork
+from ropeway.core.time_budget import StepRoom, TimeBudget
 from ropeway.errors import ConfigError, OverloadedError
 
 Objective = Literal["balanced", "throughput", "latency"]
@@ -89,9 +90,6 @@ MAX_GAP_S = 0.1  # between two steps; a longer one was no part of serving
 MARGIN, MIN_MARGIN, MAX_MARGIN = 0.92, 0.6, 0.95
 MISSED_SHARE = 0.005  # of answers, that the margin is steered to; they come in clusters
 MARGIN_GAIN = 0.02
-# Of what a step has left, that reading the keys of one more prompt may take. Beside one answer, 7,000 tokens into both
-# of two prompts, steps of one token of each took 7 ms a token, of two tokens of one of them 5.
-SHARED_READS = 1 / 16
 DECODE_SHARE = 0.95  # of a step, that decodes may fill: the rest lets prompts go on, if slowly
 # Of the TTFT target, that the expected wait may be on arrival. With 1 the line stood at the target, and of the accepted
 # a third missed it; with 0.8 goodput at 1.5 x capacity rose from 0.51 to 0.77 at the same throughput.
@@ -122,50 +120,6 @@ class PacingTargets:
                 raise ConfigError(f"{name} must be above 0, not {value}")
 
 
-class TimeBudget:
-    """What is left of one step: seconds by the costs of now, and tokens. max_num_running: places in the batch.
-
-    is_short: not one token fitted for the first who asked. Then nobody else gets any: nobody overtakes.
-    """
-
-    def __init__(self, costs: StepCosts, load: StepLoad, left_s: float, num_tokens_left: int, places: int) -> None:
-        self._costs = costs
-        self._left_s = left_s
-        self._num_tokens_left = num_tokens_left
-        self._num_tokens = self._num_decodes = load.num_rows
-        self.is_short = False
-        self._num_pairs = self._num_reads = load.num_context_tokens
-        self._num_rows = load.num_rows
-        self.max_num_running = places
-
-    @property
-    def work(self) -> StepWork:
-        """What the step holds by now."""
-        return StepWork(self._num_tokens, self._num_pairs, self._num_rows, self._num_reads)
-
-    def num_prefill_tokens(self, start: int, *, is_more: bool = False) -> int:
-        if self.is_short:
-            return 0
-        num_tokens = self._costs.num_chunk_tokens(self.work, start, self._left_s - self._costs.row_s, is_more=is_more)
-        if not self._num_tokens:
-            num_tokens = max(1, num_tokens)  # a step holds something, however long it takes
-        elif not num_tokens and self._num_tokens == self._num_decodes:
-            self.is_short = True
-        return min(num_tokens, self._num_tokens_left)
-
-    def is_worth_sharing(self, start: int) -> bool:
-        return self._costs.read_s * start <= self._left_s * SHARED_READS
-
-    def add_prefill(self, start: int, num_tokens: int, is_sampled: bool, *, is_more: bool = False) -> None:
-        before_s = self._costs.seconds(self.work)
-        self._num_tokens += num_tokens
-        self._num_pairs += num_pairs(start, num_tokens)
-        self._num_reads += num_tokens if is_more else start + num_tokens
-        self._num_rows += is_sampled
-        self._num_tokens_left -= num_tokens
-        self._left_s -= self._costs.seconds(self.work) - before_s
-
-
 class TimedPacing:
     """Gives each step as much time as the objective and the targets allow, in the costs of a step as learned so far.
 
@@ -175,10 +129,14 @@ class TimedPacing:
     less a margin which is steered so that all but MISSED_SHARE of the answers hold it, and lets nobody board with whom
     the decodes alone would exceed it. A TTFT target stretches steps, within the TPOT target, as far as the line needs
     to be served in time, and refuses at the door what could not be.
+
+    num_layers: of the model, that a chunk can be sliced by.
     """
 
-    def __init__(self, targets: PacingTargets, prior: StepCosts) -> None:
+    def __init__(self, targets: PacingTargets, prior: StepCosts, num_layers: int = 1) -> None:
         self._targets = targets
+        # A step of `throughput` is long enough for whole chunks.
+        self._num_layers = 1 if targets.objective == "throughput" else num_layers
         self._stretch = STRETCHES[targets.objective]
         self._model = StepTimeModel(prior)
         self._tally = _Tally()
@@ -227,8 +185,14 @@ class TimedPacing:
             left_s = max(0.0, left_s - decode_s) + self._saved_s
         self._left_s = left_s
         self._begin_s, self._load = now_s, load
-        num_tokens_left = self._targets.max_num_tokens - load.num_rows
-        self._budget = TimeBudget(costs, load, left_s, num_tokens_left, self._num_places(load))
+        room = StepRoom(
+            left_s,
+            saved_s=self._saved_s if load.num_rows else 0.0,
+            num_tokens=self._targets.max_num_tokens - load.num_rows,
+            num_places=self._num_places(load),
+            num_layers=self._num_layers,
+        )
+        self._budget = TimeBudget(costs, load, room)
         return self._budget
 
     def _limit_s(self, load: StepLoad, decode_s: float) -> float:
@@ -350,7 +314,7 @@ class _LineRate:
         self._seconds = 0.0
         self._num_tokens = 0.0
 
-    def observe(self, num_tokens: int, step_s: float) -> None:
+    def observe(self, num_tokens: float, step_s: float) -> None:
         kept = max(0.0, 1.0 - step_s / RATE_WINDOW_S)
         self._seconds = self._seconds * kept + step_s
         self._num_tokens = self._num_tokens * kept + num_tokens

@@ -60,7 +60,8 @@ class PromptScores:
         if not self._open:
             return None
         out_rows, token_ids, counts, num_tops = [], [], [], []
-        for row, slot in enumerate(slots.tolist()):
+        is_partial = batch.layer_slice is not None and not batch.layer_slice.is_last
+        for row, slot in enumerate(slots[: len(slots) - is_partial].tolist()):
             wanted = self._open.get(slot)
             if wanted is None:
                 continue

@@ -20,6 +20,7 @@ from ropeway.backends.batch import (
     ForwardBatch,
     Int32Array,
     Int64Array,
+    LayerSlice,
     LogprobRows,
     SampleBatch,
     Samples,
@@ -292,6 +293,7 @@ class Runner:
             kv_lens=kv_lens,
             tables=tuple(BlockTables(blocks.reshape(-1), rows.table_offsets) for blocks in self._blocks),
             out_rows=last_rows if all(plan.is_sampled) else last_rows[np.array(plan.is_sampled, dtype=np.bool_)],
+            layer_slice=None if plan.layer_slice is None else LayerSlice(*plan.layer_slice),
         )
 
     def _logits(

@@ -29,7 +29,8 @@ STEP_HEADER = f"{'step':>7} {'time, s':>10} {'batch':>5} {'tokens':>6} {'blocks'
 def step_line(record: PlanRecord, num_used_blocks: int) -> str:
     """One line of the table. num_used_blocks: held once the plan was made.
 
-    batch: rows; chunks: of rows that compute more than one token, as SEQUENCE:START+TOKENS.
+    batch: rows; chunks: of rows that compute more than one token, as SEQUENCE:START+TOKENS, with (SLICE/SLICES) where
+    it passes a slice of the layers.
     """
     plan = record.plan
     if plan is None:
@@ -41,6 +42,8 @@ def step_line(record: PlanRecord, num_used_blocks: int) -> str:
         )
         if n > 1 or not is_sampled
     ]
+    if plan.layer_slice is not None and chunks:
+        chunks[-1] += f"({plan.layer_slice.index + 1}/{plan.layer_slice.count})"
     notes = [*chunks, *(f"-{i}" for i in plan.preempted_ids), *(f".{i}" for i in plan.finished_ids)]
     return (
         f"{plan.step_id:>7} {record.now_s:>10.3f} {plan.num_rows:>5} {plan.total_num_tokens:>6} {num_used_blocks:>6}  "
