@@ -135,6 +135,8 @@ def test_a_reader_who_leaves_cancels_it(client: OpenAI) -> None:
         first = next(iter(stream))
         assert first.type == "response.created"
     wait_until(lambda: client.responses.retrieve(first.response.id).status == "cancelled")
+    with pytest.raises(openai.BadRequestError, match="is cancelled"):
+        client.responses.create(**ASKED, previous_response_id=first.response.id)
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,17 @@ class AsgiClient:
         """The answer to a body. Raises what the application lets through: a server would answer 500."""
         return await self._ask("POST", path, body, content_type)
 
+    async def leave(self, path: str, body: bytes, num_chunks: int) -> Answer:
+        """Posts, and leaves once so many chunks of the answer have come: what it got."""
+        return await self._ask("POST", path, body, "application/json", num_chunks)
+
     async def get(self, path: str) -> Answer:
         return await self._ask("GET", path, b"", "application/json")
 
-    async def _ask(self, method: str, path: str, body: bytes, content_type: str) -> Answer:
+    async def _ask(
+        self, method: str, path: str, body: bytes, content_type: str, num_chunks: int | None = None
+    ) -> Answer:
+        """num_chunks: of the answer, after which the client leaves; None: it stays."""
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -58,22 +65,25 @@ class AsgiClient:
             "client": ("test", 1),
             "server": ("test", 80),
         }
-        is_read, never = False, asyncio.Event()
+        is_read, leaves = False, asyncio.Event()
         start: dict[str, Any] = {}
         parts: list[bytes] = []
 
         async def receive() -> dict[str, Any]:
             nonlocal is_read
             if is_read:
-                await never.wait()  # the client stays
+                await leaves.wait()
+                return {"type": "http.disconnect"}
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 start.update(message)
-            else:
+            elif not leaves.is_set():
                 parts.append(message.get("body", b""))
+            if len(parts) == num_chunks:
+                leaves.set()
 
         await self._app(scope, receive, send)
         headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}

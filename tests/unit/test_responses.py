@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,25 +33,38 @@ def reachable(root: object) -> set[type]:
     return {type(each) for each in seen.values()}
 
 
-@pytest.mark.parametrize("fails", [False, True])
+ENDINGS = {
+    "is whole": "incomplete",
+    "fails": "failed",
+    "has no reader": "cancelled",
+    "ends as its reader leaves": "cancelled",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_an_ended_response_keeps_neither_its_prompt_tokens_nor_what_read_its_answer(
-    tiny_model_path: Path, fails: bool
+    tiny_model_path: Path, ending: str
 ) -> None:
     request = Request("r", (5, 6), SamplingParams(temperature=0.5, top_p=0.25), 100, seed=9)
     tokenizer = Tokenizer.from_metadata(GgufFile.open(tiny_model_path).metadata)
     generation = Generation("resp_1", "tiny", 7, (request,), False, Wishes(), tokenizer)
-    ends: list[str] = []
-    live = LiveResponse(generation, ResponsesBody(input="a"), lambda: ends.append("ended"))
+    ends: list[dict[str, Any]] = []
+    live = LiveResponse(generation, ResponsesBody(input="a"), lambda: ends.append(copy.deepcopy(live.object())))
     live.chunks([Delta("r", 0, "text", (70,), None)])
     assert RequestChoices in reachable(live)
-    if fails:
-        live.failure(EngineStoppedError("the engine is not running"))
-    else:
+    if ending == "is whole":
         live.chunks([Delta("r", 0, "", (), "length")])
         live.last()
+    elif ending == "fails":
+        live.failure(EngineStoppedError("the engine is not running"))
+    elif ending == "ends as its reader leaves":
+        live.last()
+    live.close()
     assert not {RequestChoices, Request, Generation, Tokenizer} & reachable(live)
     shown = live.object()
     assert (shown["id"], shown["model"], shown["created_at"]) == ("resp_1", "tiny", 7)
-    assert (shown["temperature"], shown["top_p"], shown["status"]) == (0.5, 0.25, "failed" if fails else "incomplete")
-    assert shown["output"][0]["content"][0]["text"] == "text" and ends == ["ended"]
+    assert (shown["temperature"], shown["top_p"], shown["status"]) == (0.5, 0.25, ENDINGS[ending])
+    (item,) = shown["output"]
+    assert item["content"][0]["text"] == "text" and item["status"] == "incomplete"
+    assert ends == [shown], "told once, when nothing changes any more"
     assert shown["usage"]["input_tokens"] == 2

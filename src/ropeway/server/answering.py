@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.engine.output_stream import OutputStream
-from ropeway.errors import RopewayError
 from ropeway.server.access import caller_of
 from ropeway.server.errors import JSON
 from ropeway.server.openai import Generation
@@ -41,7 +40,7 @@ class AnswerSender:
         if is_streamed:
             try:
                 await stream.wait_accepted()  # a refusal can still have a status of its own
-            except RopewayError:
+            except BaseException:
                 stream.close()
                 raise
             return EventStreamResponse(stream, answer.writer(), self._limits)

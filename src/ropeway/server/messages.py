@@ -127,6 +127,9 @@ class MessageWriter:
         """An error after the start is an event of its own."""
         return b"event: error\ndata: " + anthropic_error_body(error)[1] + b"\n\n"
 
+    def close(self) -> None:
+        """Nothing of it outlives its stream."""
+
     def whole(self) -> bytes:
         """The message that the events add up to."""
         return orjson.dumps({**self._message(self._blocks.content()), **self._stop})

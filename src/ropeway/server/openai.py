@@ -237,6 +237,9 @@ class ChunkWriter:
         usage = orjson.dumps(self._usage.fields())
         return _event(self._head + b'],"usage":' + usage + b"}") + DONE
 
+    def close(self) -> None:
+        """Nothing of it outlives its stream."""
+
 
 class _NewsWriter(ChunkWriter):
     """Writes chunks of answers that hold more than text."""

@@ -15,13 +15,13 @@ from ropeway.server.access import caller_of
 from ropeway.server.answering import AnswerSender
 from ropeway.server.config import ServerConfig
 from ropeway.server.conversation import ChatMessage
-from ropeway.server.errors import UnknownRequestError, json_response
+from ropeway.server.errors import json_response
 from ropeway.server.openai import start_chat
 from ropeway.server.protocol import parse_body
 from ropeway.server.reading import read_json
 from ropeway.server.request_book import RequestBook
 from ropeway.server.request_ids import request_id_of
-from ropeway.server.response_store import ResponseStore, StoredResponse
+from ropeway.server.response_store import ResponseStore
 from ropeway.server.responses import LiveResponse
 from ropeway.server.responses_body import INERT_RESPONSES_FIELDS, REFUSED_RESPONSES_FIELDS, ResponsesBody
 from ropeway.server.tenants import Caller
@@ -62,7 +62,7 @@ class _Responses:
                 self._store.put(response_id, live, conversation, caller)
             try:
                 return await self._sender.send(request, generation, live, is_streamed=bool(body.stream))
-            except RopewayError:
+            except BaseException:
                 self._store.discard(response_id)  # its id was never told
                 raise
         stream = self._book.submit(response_id, generation.requests, caller, request_id_of(request))
@@ -82,7 +82,6 @@ class _Responses:
 
     async def retrieve(self, request: Request) -> Response:
         stored = self._store.find(request.path_params["response_id"], caller_of(request))
-        await self._settle(request, stored)
         return json_response(stored.live.object())
 
     async def delete(self, request: Request) -> Response:
@@ -95,23 +94,11 @@ class _Responses:
     async def cancel(self, request: Request) -> Response:
         response_id, caller = request.path_params["response_id"], caller_of(request)
         stored = self._store.find(response_id, caller)
-        await self._settle(request, stored)
         if stored.live.is_over and stored.live.status != "cancelled":
             raise InvalidRequestError(f"the response has ended already: its status is {stored.live.status}")
         self._book.abort([response_id], caller)
         stored.live.end("cancelled")
         return json_response(stored.live.object())
-
-    async def _settle(self, request: Request, stored: StoredResponse) -> None:
-        """A response whose reader has left gets its final status from what became of its request."""
-        if stored.live.is_over:
-            return
-        try:
-            state = (await self._book.status(request.path_params["response_id"], caller_of(request))).state
-        except UnknownRequestError:
-            state = "aborted"
-        if state in ("aborted", "failed") and not stored.live.is_over:
-            stored.live.end("failed" if state == "failed" else "cancelled")
 
     def _previous(self, body: ResponsesBody, caller: Caller) -> list[ChatMessage]:
         if body.previous_response_id is None:

@@ -55,6 +55,10 @@ class OutputItems:
         fields = {"role": "assistant", "content": text, **(call_message(calls) if calls else {})}
         return [ChatMessage.model_validate(fields)]
 
+    def close(self) -> None:
+        """There is no more news: an item whose end has not come is incomplete."""
+        self._end("incomplete", [])
+
     def _grow_text(self, kind: str, text: str, events: list[Event]) -> None:
         is_message = kind == "message"
         part_type = "output_text" if is_message else "reasoning_text"
@@ -114,7 +118,7 @@ class LiveResponse:
         self._body = body
         self._on_ended = on_ended
         self._choices: RequestChoices | None
-        (self._choices,) = generation.news_of().values()  # until there are no more deltas
+        (self._choices,) = generation.news_of().values()  # until it is closed
         self._usage = Usage(generation.num_prompt_tokens)
         self.items = OutputItems()
         self.status = "in_progress"
@@ -175,18 +179,26 @@ class LiveResponse:
         return self._written(events)
 
     def last(self) -> bytes:
-        self._choices = None
-        self.end({"length": "incomplete", "abort": "cancelled"}.get(self._finish_reason or "", "completed"))
+        # No reason: it was closed in the very step that ended it.
+        self._finish({"length": "incomplete", "abort": "cancelled"}.get(self._finish_reason or "abort", "completed"))
         name = {"cancelled": "failed"}.get(self.status, self.status)
         return self._written([{"type": f"response.{name}", "response": self.object()}])
 
     def failure(self, error: RopewayError) -> bytes:
         """An error after the start is told as the response's own."""
-        self._choices = None
         told = orjson.loads(error_body(error)[1])["error"]
         self._error = {"code": "server_error", "message": told["message"]}
-        self.end("failed")
+        self._finish("failed")
         return self._written([{"type": "response.failed", "response": self.object()}])
+
+    def close(self) -> None:
+        """Lets go of what reads the answer. What has not ended by now is cancelled: its client has left."""
+        self._choices = None
+        self._finish("cancelled")
+
+    def _finish(self, status: str) -> None:
+        self.items.close()
+        self.end(status)
 
     def end(self, status: str) -> None:
         """Its status is final; nothing changes it later."""
@@ -201,11 +213,12 @@ class LiveResponse:
         """The unstreamed response. Raises the error that ended it."""
         try:
             self.chunks(await stream.take_all())
+            self.last()
         except RopewayError as error:
             self.failure(error)
             raise
-        self._finish_reason = self._finish_reason or "abort"  # closed: the client has left
-        self.last()
+        finally:
+            self.close()
         return orjson.dumps(self.object())
 
     def _usage_fields(self) -> Fields:

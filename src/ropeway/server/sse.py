@@ -76,6 +76,10 @@ class EventWriter(Protocol):
         """What ends an answer that cannot go on."""
         ...
 
+    def close(self) -> None:
+        """Nobody reads on: told once and last, whoever ended the stream, and how."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
@@ -88,7 +92,7 @@ class StreamLimits:
 
 
 class EventStreamResponse(Response):
-    """Sends events as the stream's news come; the client's leaving closes `stream`."""
+    """Sends events as the stream's news come; the client's leaving closes `stream`, and the end of all the writer."""
 
     def __init__(self, stream: OutputStream, writer: EventWriter, limits: StreamLimits) -> None:
         self.status_code = 200
@@ -98,6 +102,12 @@ class EventStreamResponse(Response):
         self._limits = limits
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        try:
+            await self._serve(receive, send)
+        finally:
+            self._writer.close()
+
+    async def _serve(self, receive: Receive, send: Send) -> None:
         stream, writer = self._stream, self._writer
         async with closed_on_disconnect(receive, stream), Outbox(send) as outbox:
             await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
