@@ -59,6 +59,10 @@ class Drive:
         self.scheduler.commit(plan, StepResult(plan.step_id, ids, (1,) * len(ids)), self.now_s)
         return plan
 
+    @property
+    def num_answered(self) -> int:
+        return self.scheduler.stats().num_finished["length"]
+
     def decode_s(self, num_rows: int, context: int = 0) -> float:
         return self.costs.seconds(StepWork(num_rows, num_rows * context, num_rows))
 
@@ -88,8 +92,8 @@ def test_balanced_bounds_steps_and_keeps_prompts_going(count: int, prior: StepCo
     drive.add("long", 4000, 1)
     begin_s = drive.now_s
     drive.steps.clear()
-    while any(n > 1 for n in drive.step().num_tokens):
-        pass
+    while not drive.num_answered:
+        drive.step()
     times_s = sorted(step_s for _, step_s in drive.steps)
     assert times_s[len(times_s) * 99 // 100 - 1] <= 2.5 * undisturbed_s
     alone_s = COSTS.seconds(StepWork(4000, num_pairs(0, 4000), 1))
@@ -111,11 +115,29 @@ def test_the_less_predictable_steps_are_the_shorter_they_are_planned(deviation: 
         step()
     drive.add("long", 4000, 1)
     drive.steps.clear()
-    while any(n > 1 for n in step().num_tokens):
-        pass
+    while not drive.num_answered:
+        step()
     ratios = sorted([step_s / COSTS.seconds(StepWork(8, sum(plan.starts[:8]) + 8, 8)) for plan, step_s in drive.steps])
     assert ratios[len(ratios) * 99 // 100 - 1] <= 2.5
     assert median(ratios) >= 1.6, "prompts keep their share"
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("told", [0.8, 1.25])
+def test_steps_are_measured_by_what_decodes_take_undisturbed(count: int, told: float) -> None:
+    """Where a step with prompts takes more, or less, than its parts, what is learned of it tells wrong of decodes."""
+    drive = Drive(pacing())
+    decoding(drive, count)
+    drive.steps.clear()
+    drive.add("long", 4000, 1)
+    while not drive.num_answered:
+        is_alone = drive.num_answered == 0 and drive.pacing._undisturbed.is_look_due
+        drive.costs = COSTS if is_alone else StepCosts(*[cost * told for cost in astuple(COSTS)])
+        drive.step()
+    ratios = [
+        step_s / COSTS.seconds(StepWork(count, sum(plan.starts[:count]) + count, count)) for plan, step_s in drive.steps
+    ]
+    assert 1.6 <= median(ratios[len(ratios) // 2 :]) <= 2.3
 
 
 @pytest.mark.parametrize(("max_tokens", "is_crowd"), [(1, False), (64, True)])
@@ -312,8 +334,9 @@ def test_long_prompts_take_steps_in_turn_where_reading_the_keys_of_both_costs_mu
     drive.add("b", 8000, 1)
     for _ in range(100):
         drive.step()
-    chunks = [dict(zip(plan.sequence_ids[4:], plan.num_tokens[4:], strict=True)) for plan, _ in drive.steps[-40:]]
-    assert [len(chunk) for chunk in chunks] == [1 if takes_turns else 2] * 40
+    chunks = [dict(zip(plan.sequence_ids[4:], plan.num_tokens[4:], strict=True)) for plan, _ in drive.steps[-80:]]
+    counts = [len(chunk) for chunk in chunks if chunk]  # some steps look at what decodes take alone
+    assert counts == [1 if takes_turns else 2] * len(counts) and 77 <= len(counts) < 80
     num_tokens = [sum(chunk.get(sequence_id, 0) for chunk in chunks) for sequence_id in (4, 6)]
     assert min(num_tokens) > 0.4 * sum(num_tokens), "each has half"
 
@@ -333,8 +356,8 @@ def test_beside_one_answer_a_long_prompt_goes_in_waves(
     drive.add("long", num_tokens, 1)
     begin_s = drive.now_s
     drive.steps.clear()
-    while drive.step().num_rows > 1:
-        pass
+    while not drive.num_answered:
+        drive.step()
     slices = [plan.layer_slice for plan, _ in drive.steps if plan.layer_slice is not None]
     assert len(slices) > 200 and all(2 <= layer_slice.count <= 10 for layer_slice in slices)
     assert drive.steps[0][0].layer_slice is None, "the first chunks read little"
@@ -354,8 +377,8 @@ def test_waves_are_for_where_chunks_fail(num_layers: int, objective: str, count:
     decoding(drive, count)
     drive.add("long", 7500, 1)
     drive.steps.clear()
-    while drive.step().num_rows > count:
-        pass
+    while not drive.num_answered:
+        drive.step()
     assert not any(plan.layer_slice for plan, _ in drive.steps)
 
 
@@ -390,6 +413,6 @@ def test_a_chunk_that_grows_reads_its_keys_once() -> None:
         observe(plan, step_s)
 
     drive.pacing.on_computed = on_computed  # type: ignore[method-assign]
-    while any(n > 1 for n in drive.step().num_tokens):
-        pass
+    while not drive.num_answered:
+        drive.step()
     assert len(works) > 100 and all(reads == expected for reads, expected in works)
