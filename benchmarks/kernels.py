@@ -67,11 +67,11 @@ class Measurement:
     port_share: float
 
 
-def measure_limits(pool: _native.ThreadPool, cold_bytes: int, repeats: int) -> Limits:
+def measure_limits(pool: _native.ThreadPool, isa: str, cold_bytes: int, repeats: int) -> Limits:
     return Limits(
         pool.num_threads,
-        max(_native.peak_int8_per_s(pool, 0.01) for _ in range(4 * repeats)),
-        max(_native.peak_f32_per_s(pool, 0.01) for _ in range(4 * repeats)),
+        max(_native.peak_int8_per_s(pool, 0.01, isa) for _ in range(4 * repeats)),
+        max(_native.peak_f32_per_s(pool, 0.01, isa) for _ in range(4 * repeats)),
         max(_native.read_bytes_per_s(pool, cold_bytes, 0.05) for _ in range(repeats)),
     )
 
@@ -106,9 +106,9 @@ def measure(
     peak = _native.peak_int8_per_s if TensorType(form).block_size > 1 else _native.peak_f32_per_s
     times, port_shares = [], []
     for _ in range(options.repeats):
-        before = peak(pool, 0.002)
+        before = peak(pool, 0.002, options.isa)
         times.append(_native.time_gemm(options.isa, w, x, pool, copies, num_products))
-        port_shares.append(work / times[-1] / max(before, peak(pool, 0.002)))
+        port_shares.append(work / times[-1] / max(before, peak(pool, 0.002, options.isa)))
     seconds, port_share = statistics.median(times), statistics.median(port_shares)
     memory_share = w.num_bytes / seconds / limits.read_bytes_per_s if is_cold else 0.0
     return Measurement(
@@ -156,7 +156,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     pools = [_native.ThreadPool(num_threads) for num_threads in options.threads]
-    all_limits = [measure_limits(pool, options.cold_mib * 2**20, options.repeats) for pool in pools]
+    all_limits = [measure_limits(pool, options.isa, options.cold_mib * 2**20, options.repeats) for pool in pools]
     for limits in all_limits:
         print_limits(limits)
     print("share of the port peak (m: of the read bandwidth, where that is more); columns: rows of activations")

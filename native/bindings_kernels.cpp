@@ -108,14 +108,15 @@ nb::object to_array(std::vector<T> values, size_t rows, size_t columns) {
 nb::tuple quantize(const std::string& isa, const Floats& x) {
   if (x.shape(1) % kGroup != 0) throw std::invalid_argument("columns of x must be a multiple of 32");
   QuantisedRows q(x);
-  select_kernels(isa).quantize_rows(q.a, 0, int(x.shape(0)));
+  const Kernels& kernels = select_kernels(isa);
+  kernels.quantize_rows(q.a, 0, int(x.shape(0)));
   const size_t rows = x.shape(0), k = x.shape(1);
   std::vector<int8_t> codes;
   std::vector<int16_t> multipliers, wide_codes;
   std::vector<float> sums, wide_scales;
   for (const CodedGroup& group : q.coded) {
     codes.resize(codes.size() + kGroup);
-    for (int i = 0; i < kGroup; i++) codes[codes.size() - kGroup + code_input(i)] = group.codes[i];
+    for (int i = 0; i < kGroup; i++) codes[codes.size() - kGroup + kernels.code_input(i)] = group.codes[i];
     multipliers.insert(multipliers.end(), group.multipliers, group.multipliers + 2);
     sums.push_back(group.sum);
   }
@@ -173,10 +174,6 @@ double time_gemm(const std::string& isa, const OwnedMatrix& m, const Floats& x, 
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / num_products;
 }
 
-void check_peaks_run_here() {
-  if (supported_isas().front() != "avx2") throw std::runtime_error("port peaks need AVX2 and FMA");
-}
-
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -201,18 +198,17 @@ void bind_kernels(nb::module_& m) {
         nb::arg("num_products"), "Mean seconds of one product; see benchmarks/kernels.py.");
   m.def(
       "peak_int8_per_s",
-      [](ThreadPool& pool, double seconds) {
-        check_peaks_run_here();
-        return peak_int8_per_s(pool, seconds);
+      [](ThreadPool& pool, double seconds, std::optional<std::string> isa) {
+        return peak_int8_per_s(pool, select_kernels(isa).name, seconds);
       },
-      nb::arg("pool"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("pool"), nb::arg("seconds"), nb::arg("isa") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+      "Multiply-adds per second of the ports as this instruction set uses them; ValueError for scalar.");
   m.def(
       "peak_f32_per_s",
-      [](ThreadPool& pool, double seconds) {
-        check_peaks_run_here();
-        return peak_f32_per_s(pool, seconds);
+      [](ThreadPool& pool, double seconds, std::optional<std::string> isa) {
+        return peak_f32_per_s(pool, select_kernels(isa).name, seconds);
       },
-      nb::arg("pool"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("pool"), nb::arg("seconds"), nb::arg("isa") = nb::none(), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "read_bytes_per_s",
       [](ThreadPool& pool, size_t num_bytes, double seconds) { return read_bytes_per_s(pool, num_bytes, seconds); },

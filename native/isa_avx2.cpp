@@ -2,6 +2,7 @@
 #ifdef ROPEWAY_HAS_AVX2
 // clang-format off
 #include "vec/avx2.h"
+#include "vec/pair.h"
 #include "kernels/table.h"
 // clang-format on
 

@@ -1,6 +1,7 @@
 // The kernels for any machine.
 // clang-format off
 #include "vec/scalar.h"
+#include "vec/pair.h"
 #include "kernels/table.h"
 // clang-format on
 

@@ -27,9 +27,8 @@ struct PackedMatrix {
   const uint8_t* data;
 };
 
-// Input of a U4 group at place i of its codes: the pairs of the two halves alternate, so that the int16 sums of byte
-// pairs alternate too and one multiply-add weighs both halves.
-constexpr int code_input(int i) { return i / 4 * 2 + (i & 1) + (i & 2 ? kHalfGroup : 0); }
+// Input of a U4 group at place i of its packed codes: the pairs of the two halves alternate.
+constexpr int packed_code_input(int i) { return i / 4 * 2 + (i & 1) + (i & 2 ? kHalfGroup : 0); }
 
 constexpr int kMaxCode = 127;
 constexpr int kMaxMultiplier = 1 << 14;
@@ -38,7 +37,7 @@ constexpr int kMaxWideCode = kMaxCode * 256;
 // A row's 32 inputs for U4: x ~ scale of the row * multiplier of the half group * code, |code| <= kMaxCode,
 // 1 <= multiplier <= kMaxMultiplier.
 struct CodedGroup {
-  int8_t codes[kGroup];    // pairs: inputs 0 1, 16 17, 2 3, 18 19, … as code_input says
+  int8_t codes[kGroup];    // in the order of Kernels::code_input
   int16_t multipliers[2];  // of each half: 32 bits to broadcast
   float sum;               // of multiplier * code over the group
 };
@@ -109,6 +108,8 @@ struct AttentionTask {
 
 struct Kernels {
   const char* name;
+  // Input of a CodedGroup at place i of its codes: what this set's products like best.
+  int (*code_input)(int i);
   // Fills the quantised views that are there, for rows [row0, row1), from x.
   void (*quantize_rows)(const Activations& a, int row0, int row1);
   // out[r * ld_out + c] for rows [row0, row1) and columns [col0, col1); col0 is a multiple of kTileColumns,

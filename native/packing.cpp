@@ -64,7 +64,8 @@ void pack_group(const PackedMatrix& w, const uint8_t* block, int codes_at, int c
   }
   for (int j = 0; j < 4; j++) {
     for (int t = 0; t < 4; t++) {
-      int low = file_nibble(codes, code_input(8 * j + t)), high = file_nibble(codes, code_input(8 * j + 4 + t));
+      int low = file_nibble(codes, packed_code_input(8 * j + t)),
+          high = file_nibble(codes, packed_code_input(8 * j + 4 + t));
       group[(j * 2 + half) * 32 + 4 * lane + t] = uint8_t(low | high << 4);
     }
   }
@@ -187,7 +188,7 @@ void unpack_group(const PackedMatrix& w, const uint8_t* group, int column, float
   for (int i = 0; i < kGroup; i++) {
     uint8_t byte = group[(i / 8 * 2 + half) * 32 + 4 * lane + i % 4];
     int code = i % 8 < 4 ? byte & 15 : byte >> 4;
-    out[code_input(i)] = d * float(code - offset) + m;
+    out[packed_code_input(i)] = d * float(code - offset) + m;
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 #include "memory.h"
 
@@ -47,61 +48,62 @@ constexpr long kIterations = 100000;
 
 #if defined(__x86_64__)
 
-// Explicit registers, so that this file needs no instruction-set flags. Values stay zero: the ports do not mind.
-double peak_int8_per_s(ThreadPool& pool, double seconds) {
-  return kIterations * 8.0 * 32 * rate_on_all(pool, seconds, [](int) {
-           long n = kIterations;
-           asm volatile(
-               "vpxor %%xmm15, %%xmm15, %%xmm15\n"
-               "vpxor %%xmm0, %%xmm0, %%xmm0\n vpxor %%xmm1, %%xmm1, %%xmm1\n"
-               "vpxor %%xmm2, %%xmm2, %%xmm2\n vpxor %%xmm3, %%xmm3, %%xmm3\n"
-               ".p2align 5\n"
-               "1:\n"
-               "vpmaddubsw %%ymm15, %%ymm15, %%ymm4\n vpmaddubsw %%ymm15, %%ymm15, %%ymm5\n"
-               "vpmaddubsw %%ymm15, %%ymm15, %%ymm6\n vpmaddubsw %%ymm15, %%ymm15, %%ymm7\n"
-               "vpaddw %%ymm4, %%ymm0, %%ymm0\n vpaddw %%ymm5, %%ymm1, %%ymm1\n"
-               "vpaddw %%ymm6, %%ymm2, %%ymm2\n vpaddw %%ymm7, %%ymm3, %%ymm3\n"
-               "vpmaddubsw %%ymm15, %%ymm15, %%ymm8\n vpmaddubsw %%ymm15, %%ymm15, %%ymm9\n"
-               "vpmaddubsw %%ymm15, %%ymm15, %%ymm10\n vpmaddubsw %%ymm15, %%ymm15, %%ymm11\n"
-               "vpaddw %%ymm8, %%ymm0, %%ymm0\n vpaddw %%ymm9, %%ymm1, %%ymm1\n"
-               "vpaddw %%ymm10, %%ymm2, %%ymm2\n vpaddw %%ymm11, %%ymm3, %%ymm3\n"
-               "dec %0\n jnz 1b\n vzeroupper\n"
-               : "+r"(n)
-               :
-               : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
-                 "xmm15");
-         });
+// Explicit registers and no memory operand, so that this file needs no instruction-set flags. Values stay zero: the
+// ports do not mind.
+#define CLEAR(n) "vpxor %%xmm" #n ", %%xmm" #n ", %%xmm" #n "\n"
+#define CLEAR_ALL \
+  CLEAR(0)        \
+  CLEAR(1) CLEAR(2) CLEAR(3) CLEAR(4) CLEAR(5) CLEAR(6) CLEAR(7) CLEAR(8) CLEAR(9) CLEAR(10) CLEAR(11) CLEAR(15)
+#define TWELVE(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7) OP(8) OP(9) OP(10) OP(11)
+// 100,000 passes over the instructions.
+#define RUN(INSTRUCTIONS)                                                                                         \
+  [](int) {                                                                                                       \
+    long n = kIterations;                                                                                         \
+    asm volatile(CLEAR_ALL ".p2align 5\n1:\n" INSTRUCTIONS "dec %0\n jnz 1b\n vzeroupper\n"                       \
+                 : "+r"(n)                                                                                        \
+                 :                                                                                                \
+                 : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", \
+                   "xmm11", "xmm15");                                                                             \
+  }
+#define MULTIPLY_PAIRS(n) "vpmaddubsw %%ymm15, %%ymm15, %%ymm" #n "\n"
+#define ADD_PAIRS(from, to) "vpaddw %%ymm" #from ", %%ymm" #to ", %%ymm" #to "\n"
+#define DOT_FOURS(n) "vpdpbusd %%zmm15, %%zmm15, %%zmm" #n "\n"
+#define FMA_256(n) "vfmadd231ps %%ymm15, %%ymm15, %%ymm" #n "\n"
+#define FMA_512(n) "vfmadd231ps %%zmm15, %%zmm15, %%zmm" #n "\n"
+
+namespace {
+
+[[noreturn]] void refuse(std::string_view isa) {
+  throw std::invalid_argument("the port peaks of instruction set '" + std::string(isa) + "' are not known");
 }
 
-double peak_f32_per_s(ThreadPool& pool, double seconds) {
-  return kIterations * 12.0 * 8 * rate_on_all(pool, seconds, [](int) {
-           long n = kIterations;
-           asm volatile(
-               "vpxor %%xmm15, %%xmm15, %%xmm15\n"
-               "vpxor %%xmm0, %%xmm0, %%xmm0\n vpxor %%xmm1, %%xmm1, %%xmm1\n vpxor %%xmm2, %%xmm2, %%xmm2\n"
-               "vpxor %%xmm3, %%xmm3, %%xmm3\n vpxor %%xmm4, %%xmm4, %%xmm4\n vpxor %%xmm5, %%xmm5, %%xmm5\n"
-               "vpxor %%xmm6, %%xmm6, %%xmm6\n vpxor %%xmm7, %%xmm7, %%xmm7\n vpxor %%xmm8, %%xmm8, %%xmm8\n"
-               "vpxor %%xmm9, %%xmm9, %%xmm9\n vpxor %%xmm10, %%xmm10, %%xmm10\n vpxor %%xmm11, %%xmm11, %%xmm11\n"
-               ".p2align 5\n"
-               "1:\n"
-               "vfmadd231ps %%ymm15, %%ymm15, %%ymm0\n vfmadd231ps %%ymm15, %%ymm15, %%ymm1\n"
-               "vfmadd231ps %%ymm15, %%ymm15, %%ymm2\n vfmadd231ps %%ymm15, %%ymm15, %%ymm3\n"
-               "vfmadd231ps %%ymm15, %%ymm15, %%ymm4\n vfmadd231ps %%ymm15, %%ymm15, %%ymm5\n"
-               "vfmadd231ps %%ymm15, %%ymm15, %%ymm6\n vfmadd231ps %%ymm15, %%ymm15, %%ymm7\n"
-               "vfmadd231ps %%ymm15, %%ymm15, %%ymm8\n vfmadd231ps %%ymm15, %%ymm15, %%ymm9\n"
-               "vfmadd231ps %%ymm15, %%ymm15, %%ymm10\n vfmadd231ps %%ymm15, %%ymm15, %%ymm11\n"
-               "dec %0\n jnz 1b\n vzeroupper\n"
-               : "+r"(n)
-               :
-               : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
-                 "xmm15");
-         });
+}  // namespace
+
+double peak_int8_per_s(ThreadPool& pool, std::string_view isa, double seconds) {
+  if (isa == "avx512") return kIterations * 12.0 * 64 * rate_on_all(pool, seconds, RUN(TWELVE(DOT_FOURS)));
+  if (isa != "avx2") refuse(isa);
+  return kIterations * 8.0 * 32 *
+         rate_on_all(
+             pool, seconds,
+             RUN(MULTIPLY_PAIRS(4) MULTIPLY_PAIRS(5) MULTIPLY_PAIRS(6) MULTIPLY_PAIRS(7) ADD_PAIRS(4, 0) ADD_PAIRS(5, 1)
+                     ADD_PAIRS(6, 2) ADD_PAIRS(7, 3) MULTIPLY_PAIRS(8) MULTIPLY_PAIRS(9) MULTIPLY_PAIRS(10)
+                         MULTIPLY_PAIRS(11) ADD_PAIRS(8, 0) ADD_PAIRS(9, 1) ADD_PAIRS(10, 2) ADD_PAIRS(11, 3)));
+}
+
+double peak_f32_per_s(ThreadPool& pool, std::string_view isa, double seconds) {
+  if (isa == "avx512") return kIterations * 12.0 * 16 * rate_on_all(pool, seconds, RUN(TWELVE(FMA_512)));
+  if (isa != "avx2") refuse(isa);
+  return kIterations * 12.0 * 8 * rate_on_all(pool, seconds, RUN(TWELVE(FMA_256)));
 }
 
 #else
 
-double peak_int8_per_s(ThreadPool&, double) { throw std::runtime_error("port peaks are measured on x86-64 only"); }
-double peak_f32_per_s(ThreadPool&, double) { throw std::runtime_error("port peaks are measured on x86-64 only"); }
+double peak_int8_per_s(ThreadPool&, std::string_view, double) {
+  throw std::runtime_error("port peaks are measured on x86-64 only");
+}
+double peak_f32_per_s(ThreadPool&, std::string_view, double) {
+  throw std::runtime_error("port peaks are measured on x86-64 only");
+}
 
 #endif
 

@@ -19,8 +19,36 @@ constexpr int kMaximumAt = kLanes, kDecayAt = kLanes + 1;
 
 int attention_state_floats(int head_dim) { return (head_dim + 7) / 8 * 8 + kStateExtra; }
 
-inline F32x8 load_wide(const float* p) { return load_f32(p); }
-inline F32x8 load_wide(const uint16_t* p) { return load_f16(p); }
+// What the products of attention are taken in: vectors of 8 keys or entries, or, where a set has registers for two of
+// them, both at once. The bits are the same.
+struct Single {
+  using Vector = F32x8;
+  static constexpr int kVectors = 1;
+  static Vector zero() { return zero_f32(); }
+  static Vector broadcast(const float* p) { return broadcast_f32(p); }
+  static Vector load(const float* p) { return load_f32(p); }
+  static Vector load(const uint16_t* p) { return load_f16(p); }
+  static void store(float* p, Vector v) { store_f32(p, v); }
+};
+struct Double {
+  using Vector = TileF32;
+  static constexpr int kVectors = 2;
+  static Vector zero() { return zero_tile(); }
+  static Vector broadcast(const float* p) { return broadcast_tile(p); }
+  static Vector load(const float* p) { return load_tile(p); }
+  static Vector load(const uint16_t* p) { return load_tile_f16(p); }
+  static void store(float* p, Vector v) { store_tile(p, v); }
+};
+
+template <bool IsDouble>
+struct UnitOf {
+  using Unit = Double;
+};
+template <>
+struct UnitOf<false> {
+  using Unit = Single;
+};
+using Widest = UnitOf<kHasWideTiles>::Unit;
 
 // Where a tile's keys and values are: k[i][d * ld_k ..] holds entry d of keys 8i..8i+7, v[i][j * ld_v ..] the values of
 // key 8i+j. While they are read, what lies in the same way at next_k and next_v is fetched: prefetches spread over the
@@ -52,70 +80,72 @@ struct Queries {
 
 // acc[r][c] += row(r) * column(c). The side with fewer vectors stays in registers, so that 12 sums, its vectors and one
 // of the other side are all there is.
-template <int R, int C, class Row, class Column>
-inline void multiply_add(Row&& row, Column&& column, F32x8 (&acc)[R][C]) {
+template <int R, int C, class Row, class Column, class Vector>
+inline void multiply_add(Row&& row, Column&& column, Vector (&acc)[R][C]) {
   if constexpr (C <= R) {
-    F32x8 columns[C];
+    Vector columns[C];
     ROPEWAY_UNROLL
     for (int c = 0; c < C; ++c) columns[c] = column(c);
     ROPEWAY_UNROLL
     for (int r = 0; r < R; ++r) {
-      const F32x8 x = row(r);
+      const Vector x = row(r);
       ROPEWAY_UNROLL
       for (int c = 0; c < C; ++c) acc[r][c] = fma(x, columns[c], acc[r][c]);
     }
   } else {
-    F32x8 rows[R];
+    Vector rows[R];
     ROPEWAY_UNROLL
     for (int r = 0; r < R; ++r) rows[r] = row(r);
     ROPEWAY_UNROLL
     for (int c = 0; c < C; ++c) {
-      const F32x8 x = column(c);
+      const Vector x = column(c);
       ROPEWAY_UNROLL
       for (int r = 0; r < R; ++r) acc[r][c] = fma(rows[r], x, acc[r][c]);
     }
   }
 }
 
-// Scores of R pairs with the keys of vectors [first, first + C), to s[r][..].
-template <int R, int C, class T>
+// Scores of R pairs with the keys of C of Unit's vectors from vector `first` of 8 keys, to s[r][..].
+template <class Unit, int R, int C, class T>
 inline void score_vectors(Queries q, int head_dim, const KeyTile<T>& tile, int first, float* s) {
+  constexpr int kVectors = Unit::kVectors;
   const T *const *k = tile.k + first, *const *next = tile.next_k + first;
   const int64_t ld_k = tile.ld_k;
-  F32x8 acc[R][C];
+  typename Unit::Vector acc[R][C];
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
-  for (int c = 0; c < C; ++c) acc[r][c] = zero_f32();
+  for (int c = 0; c < C; ++c) acc[r][c] = Unit::zero();
   const float* x[R];
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) x[r] = q.data + r * q.ld;
   for (int64_t d = 0; d < head_dim; ++d) {
     // A line holds two entries or more of 16 keys in blocks of 16: vectors 0 and 2 take turns.
     if constexpr (is_fetched_ahead<T>)
-      for (int c = d % 2 * 2; c < C; c += kLineVectors) prefetch(next[c] + d * ld_k);
-    multiply_add<R, C>([&](int r) { return broadcast_f32(x[r] + d); },
-                       [&](int c) { return load_wide(k[c] + d * ld_k); }, acc);
+      for (int c = d % 2 * 2; c < C * kVectors; c += kLineVectors) prefetch(next[c] + d * ld_k);
+    multiply_add<R, C>([&](int r) { return Unit::broadcast(x[r] + d); },
+                       [&](int c) { return Unit::load(k[c * kVectors] + d * ld_k); }, acc);
   }
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
-  for (int c = 0; c < C; ++c) store_f32(s + r * kKeyTile + c * kLanes, acc[r][c]);
+  for (int c = 0; c < C; ++c) Unit::store(s + r * kKeyTile + c * kVectors * kLanes, acc[r][c]);
 }
 
-// Adds weighted values to columns [col, col + 8C) of R states, after decaying what is there.
-template <int R, int C, class T>
+// Adds weighted values to C of Unit's vectors of columns from `col` of R states, after decaying what is there.
+template <class Unit, int R, int C, class T>
 inline void mix_vectors(const float* p, int num_keys, const KeyTile<T>& tile, int col, float* states, int64_t stride,
                         int at_decay) {
+  constexpr int kWidth = Unit::kVectors * kLanes;
   const int64_t ld_v = tile.ld_v;
-  F32x8 acc[R][C];
+  typename Unit::Vector acc[R][C];
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) {
-    const F32x8 decay = broadcast_f32(states + r * stride + at_decay);
+    const auto decay = Unit::broadcast(states + r * stride + at_decay);
     ROPEWAY_UNROLL
-    for (int c = 0; c < C; ++c) acc[r][c] = mul(load_f32(states + r * stride + col + c * kLanes), decay);
+    for (int c = 0; c < C; ++c) acc[r][c] = mul(Unit::load(states + r * stride + col + c * kWidth), decay);
   }
   const auto take = [&](const T* row, int key) {
-    multiply_add<R, C>([&](int r) { return broadcast_f32(p + r * kKeyTile + key); },
-                       [&](int c) { return load_wide(row + c * kLanes); }, acc);
+    multiply_add<R, C>([&](int r) { return Unit::broadcast(p + r * kKeyTile + key); },
+                       [&](int c) { return Unit::load(row + c * kWidth); }, acc);
   };
   int key = 0;
   for (; key + kLanes <= num_keys; key += kLanes) {
@@ -123,7 +153,7 @@ inline void mix_vectors(const float* p, int num_keys, const KeyTile<T>& tile, in
     ROPEWAY_UNROLL
     for (int j = 0; j < kLanes; ++j, row += ld_v, next += ld_v) {
       if constexpr (is_fetched_ahead<T>)
-        for (int c = 0; c < C; c += kLineVectors) prefetch(next + c * kLanes);
+        for (int c = 0; c < C * Unit::kVectors; c += kLineVectors) prefetch(next + c * kLanes);
       take(row, key + j);
     }
   }
@@ -131,7 +161,7 @@ inline void mix_vectors(const float* p, int num_keys, const KeyTile<T>& tile, in
     for (const T* row = tile.v[key / kLanes] + col; key < num_keys; ++key, row += ld_v) take(row, key);
   ROPEWAY_UNROLL
   for (int r = 0; r < R; ++r) ROPEWAY_UNROLL
-  for (int c = 0; c < C; ++c) store_f32(states + r * stride + col + c * kLanes, acc[r][c]);
+  for (int c = 0; c < C; ++c) Unit::store(states + r * stride + col + c * kWidth, acc[r][c]);
 }
 
 // Adds weighted values of keys [first_key, num_keys) to one state that holds the sum over the keys before.
@@ -141,7 +171,7 @@ inline void mix_rest(const float* p, int first_key, int num_keys, const KeyTile<
     const F32x8 weight = broadcast_f32(p + key);
     const T* row = tile.v[key / kLanes] + key % kLanes * tile.ld_v;
     for (int i = 0; i < width * kLanes; i += kLanes)
-      store_f32(state + i, fma(weight, load_wide(row + i), load_f32(state + i)));
+      store_f32(state + i, fma(weight, Single::load(row + i), load_f32(state + i)));
   }
 }
 
@@ -195,9 +225,10 @@ inline void soften(float* s, const int* num_keys, float* sums, int64_t stride) {
 
 // Columns of registers for R rows: enough independent chains to fill two multiply-add pipes, few enough for the
 // registers.
+template <class Unit>
 constexpr int chain_columns(int rows) {
   if (kTileRows == 1) return 1;
-  return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
+  return rows == 1 ? 8 / Unit::kVectors : rows <= 3 ? 4 : 2;
 }
 
 // step(Count<C>, first vector) over num_vectors vectors, in C columns as long as there are so many, then in fewer.
@@ -241,7 +272,7 @@ struct Visible {
 // does not see: those that all of a few pairs see are taken together, the rest pair by pair. Scores of all pairs come
 // before values of any, so that each half of a widened tile has the first-level cache to itself (1.2 times as fast with
 // 96 pairs). s: [num_pairs][64].
-template <class T>
+template <class Unit, class T>
 void attend_pairs(Queries q, int num_pairs, int head_dim, const KeyTile<T>& tile, Visible visible, float* states,
                   float* s) {
   const int stride = attention_state_floats(head_dim), width = (head_dim + kLanes - 1) / kLanes;
@@ -250,18 +281,24 @@ void attend_pairs(Queries q, int num_pairs, int head_dim, const KeyTile<T>& tile
     constexpr int R = decltype(rows)::value;
     int num_keys[R];
     for (int r = 0; r < R; ++r) num_keys[r] = visible(first + r);
-    for_columns<chain_columns(R)>((num_keys[R - 1] + kLanes - 1) / kLanes, 0, [&](auto columns, int c) {
-      score_vectors<R, decltype(columns)::value>(q.from(first), head_dim, tile, c, s + first * kKeyTile + c * kLanes);
+    // Scores of keys that nobody sees may be computed: a vector's last ones.
+    constexpr int kKeys = Unit::kVectors * kLanes;
+    for_columns<chain_columns<Unit>(R)>((num_keys[R - 1] + kKeys - 1) / kKeys, 0, [&](auto columns, int c) {
+      score_vectors<Unit, R, decltype(columns)::value>(q.from(first), head_dim, tile, c * Unit::kVectors,
+                                                       s + first * kKeyTile + c * kKeys);
     });
     soften<R>(s + first * kKeyTile, num_keys, states + first * stride + at_sums, stride);
   });
   for_pairs(num_pairs, [&](auto rows, int first) {
     constexpr int R = decltype(rows)::value;
     const int num_keys = visible(first);
-    for_columns<chain_columns(R)>(width, 0, [&](auto columns, int c) {
-      mix_vectors<R, decltype(columns)::value>(s + first * kKeyTile, num_keys, tile, c * kLanes,
-                                               states + first * stride, stride, at_sums + kDecayAt);
-    });
+    const auto mix = [&](auto unit, auto columns, int col) {
+      mix_vectors<decltype(unit), R, decltype(columns)::value>(s + first * kKeyTile, num_keys, tile, col,
+                                                               states + first * stride, stride, at_sums + kDecayAt);
+    };
+    for_columns<chain_columns<Unit>(R)>(
+        width / Unit::kVectors, 0, [&](auto columns, int c) { mix(Unit{}, columns, c * Unit::kVectors * kLanes); });
+    if (width % Unit::kVectors) mix(Single{}, Count<1>{}, (width - 1) * kLanes);
     if (visible(first + R - 1) == num_keys) return;
     for (int pair = first + 1; pair < first + R; ++pair)
       mix_rest(s + pair * kKeyTile, num_keys, visible(pair), tile, width, states + pair * stride);
@@ -347,14 +384,16 @@ void attend_split(const AttentionTask& task, int split, Queries q, float* states
     const int first_pair = first_row * task.group, num_pairs = task.num_rows * task.group - first_pair;
     const Visible visible{task.start + first_row - tile_start + 1, task.group};
     const KeyTile<uint16_t> tile = find_tile(task, tile_start, end);
-    const auto attend = [&](const auto& keys) {
-      attend_pairs(q.from(first_pair), num_pairs, task.head_dim, keys, visible, states + first_pair * stride,
-                   s + first_pair * kKeyTile);
+    const auto attend = [&](auto unit, const auto& keys) {
+      attend_pairs<decltype(unit)>(q.from(first_pair), num_pairs, task.head_dim, keys, visible,
+                                   states + first_pair * stride, s + first_pair * kKeyTile);
     };
     if (num_pairs > kMaxDirectPairs) {
-      attend(widen_tile(tile, task.head_dim, num_vectors, wide));
+      attend(Widest{}, widen_tile(tile, task.head_dim, num_vectors, wide));
+    } else if (task.block_size % (Widest::kVectors * kLanes)) {  // neighbouring vectors of keys lie in other blocks
+      attend(Single{}, tile);
     } else {
-      attend(tile);
+      attend(Widest{}, tile);
     }
   }
 }

@@ -6,19 +6,15 @@ namespace {
 
 struct SourceF32 {
   static constexpr int kStepBytes = 4 * kTileColumns;
-  static F32x8 load(const uint8_t* p, int half) { return load_f32(reinterpret_cast<const float*>(p) + half * kLanes); }
+  static TileF32 load(const uint8_t* p) { return load_tile(reinterpret_cast<const float*>(p)); }
 };
 struct SourceF16 {
   static constexpr int kStepBytes = 2 * kTileColumns;
-  static F32x8 load(const uint8_t* p, int half) {
-    return load_f16(reinterpret_cast<const uint16_t*>(p) + half * kLanes);
-  }
+  static TileF32 load(const uint8_t* p) { return load_tile_f16(reinterpret_cast<const uint16_t*>(p)); }
 };
 struct SourceBF16 {
   static constexpr int kStepBytes = 2 * kTileColumns;
-  static F32x8 load(const uint8_t* p, int half) {
-    return load_bf16(reinterpret_cast<const uint16_t*>(p) + half * kLanes);
-  }
+  static TileF32 load(const uint8_t* p) { return load_tile_bf16(reinterpret_cast<const uint16_t*>(p)); }
 };
 
 template <class PackedSource>
@@ -38,25 +34,17 @@ struct GemmFloat {
     const float* x = a.x + row * a.ld_x + weights.steps.begin;
     const uint8_t* data = weights.data;
     uint8_t* panel = weights.panel;
-    F32x8 s[Rows][2];
+    TileF32 s[Rows];
     ROPEWAY_UNROLL
-    for (int i = 0; i < Rows; i++) {
-      s[i][0] = load_f32(acc + i * kTileColumns);
-      s[i][1] = load_f32(acc + i * kTileColumns + kLanes);
-    }
+    for (int i = 0; i < Rows; i++) s[i] = load_tile(acc + i * kTileColumns);
     const auto step = [&]() __attribute__((always_inline)) {
-      const F32x8 w0 = Source::load(data, 0), w1 = Source::load(data, 1);
+      const TileF32 w = Source::load(data);
       if constexpr (IsKept) {
-        store_f32(reinterpret_cast<float*>(panel), w0);
-        store_f32(reinterpret_cast<float*>(panel) + kLanes, w1);
+        store_tile(reinterpret_cast<float*>(panel), w);
         panel += Panel::kStepBytes;
       }
       ROPEWAY_UNROLL
-      for (int i = 0; i < Rows; i++) {
-        const F32x8 v = broadcast_f32(x + i * a.ld_x);
-        s[i][0] = fma(w0, v, s[i][0]);
-        s[i][1] = fma(w1, v, s[i][1]);
-      }
+      for (int i = 0; i < Rows; i++) s[i] = fma(w, broadcast_tile(x + i * a.ld_x), s[i]);
       data += Source::kStepBytes, x++;
     };
     int k = 0;
@@ -67,10 +55,7 @@ struct GemmFloat {
     }
     for (; k < weights.steps.count; k++) step();
     ROPEWAY_UNROLL
-    for (int i = 0; i < Rows; i++) {
-      store_f32(acc + i * kTileColumns, s[i][0]);
-      store_f32(acc + i * kTileColumns + kLanes, s[i][1]);
-    }
+    for (int i = 0; i < Rows; i++) store_tile(acc + i * kTileColumns, s[i]);
   }
 };
 

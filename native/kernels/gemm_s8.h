@@ -10,12 +10,8 @@ struct PackedS8 {
   static constexpr int kCodeBytes = kGroup * kTileColumns;
   static constexpr int kStepBytes = kCodeBytes + 2 * kTileColumns;
   const uint8_t* group;
-  Bits256 codes(int p, int half) const {
-    return load_i8_as_i16(reinterpret_cast<const int8_t*>(group + (p * 2 + half) * 16));
-  }
-  F32x8 scale(int half) const {
-    return load_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes) + half * kLanes);
-  }
+  TileBits codes(int p) const { return load_tile_i8_as_i16(reinterpret_cast<const int8_t*>(group + p * 32)); }
+  TileF32 scale() const { return load_tile_f16(reinterpret_cast<const uint16_t*>(group + kCodeBytes)); }
 };
 
 // Weights unpacked: int16 codes, float32 scales.
@@ -23,40 +19,32 @@ struct PanelS8 {
   static constexpr int kCodeBytes = 2 * kGroup * kTileColumns;
   static constexpr int kStepBytes = kCodeBytes + 4 * kTileColumns;
   const uint8_t* group;
-  Bits256 codes(int p, int half) const { return load_bits(group + (p * 2 + half) * 32); }
-  F32x8 scale(int half) const { return load_f32(reinterpret_cast<const float*>(group + kCodeBytes) + half * kLanes); }
+  TileBits codes(int p) const { return load_tile_bits(group + p * 64); }
+  TileF32 scale() const { return load_tile(reinterpret_cast<const float*>(group + kCodeBytes)); }
 };
 
 // The int32 sums of a step, row by row; members for the reason of SumsU4.
 template <int Rows>
 struct SumsS8 {
-  Bits256 sums[2];
+  WideSums sums;
   SumsS8<Rows - 1> rest;
 
   // Adds the products of input pair p, or starts with them.
-  ROPEWAY_INLINE void add(bool is_first, Bits256 w0, Bits256 w1, const WideGroup* group, int num_groups, int p) {
-    const Bits256 x = broadcast_32(group->codes + 2 * p);
-    const Bits256 p0 = dot_i16(w0, x), p1 = dot_i16(w1, x);
-    if (is_first) {
-      sums[0] = p0, sums[1] = p1;
-    } else {
-      accumulate_i32(sums[0], p0);
-      accumulate_i32(sums[1], p1);
-    }
-    rest.add(is_first, w0, w1, group + num_groups, num_groups, p);
+  ROPEWAY_INLINE void add(int p, TileBits w, const WideGroup* group, int num_groups) {
+    sums.add(p, w, group->codes);
+    rest.add(p, w, group + num_groups, num_groups);
   }
 
-  ROPEWAY_INLINE void add_to(float* acc, F32x8 scale0, F32x8 scale1, const WideGroup* group, int num_groups) const {
-    const F32x8 scale = broadcast_f32(&group->scale);
-    store_f32(acc, fma(i32_to_f32(sums[0]), mul(scale0, scale), load_f32(acc)));
-    store_f32(acc + kLanes, fma(i32_to_f32(sums[1]), mul(scale1, scale), load_f32(acc + kLanes)));
-    rest.add_to(acc + kTileColumns, scale0, scale1, group + num_groups, num_groups);
+  ROPEWAY_INLINE void add_to(float* acc, TileF32 scale, const WideGroup* group, int num_groups) const {
+    const TileF32 both = mul(scale, broadcast_tile(&group->scale));
+    store_tile(acc, fma(i32_to_f32(sums.total()), both, load_tile(acc)));
+    rest.add_to(acc + kTileColumns, scale, group + num_groups, num_groups);
   }
 };
 template <>
 struct SumsS8<0> {
-  void add(bool, Bits256, Bits256, const WideGroup*, int, int) {}
-  void add_to(float*, F32x8, F32x8, const WideGroup*, int) const {}
+  void add(int, TileBits, const WideGroup*, int) {}
+  void add_to(float*, TileF32, const WideGroup*, int) const {}
 };
 
 struct GemmS8 {
@@ -82,21 +70,16 @@ struct GemmS8 {
       SumsS8<Rows> sums;
       ROPEWAY_UNROLL
       for (int p = 0; p < 16; p++) {
-        const Bits256 w0 = w.codes(p, 0), w1 = w.codes(p, 1);
-        if constexpr (IsKept) {
-          store_bits(panel + (p * 2 + 0) * 32, w0);
-          store_bits(panel + (p * 2 + 1) * 32, w1);
-        }
-        sums.add(p == 0, w0, w1, groups, num_groups, p);
+        const TileBits codes = w.codes(p);
+        if constexpr (IsKept) store_tile_bits(panel + p * 64, codes);
+        sums.add(p, codes, groups, num_groups);
       }
-      const F32x8 scale0 = w.scale(0), scale1 = w.scale(1);
+      const TileF32 scale = w.scale();
       if constexpr (IsKept) {
-        float* scales = reinterpret_cast<float*>(panel + PanelS8::kCodeBytes);
-        store_f32(scales, scale0);
-        store_f32(scales + kLanes, scale1);
+        store_tile(reinterpret_cast<float*>(panel + PanelS8::kCodeBytes), scale);
         panel += PanelS8::kStepBytes;
       }
-      sums.add_to(acc, scale0, scale1, groups, num_groups);
+      sums.add_to(acc, scale, groups, num_groups);
       forget_target(acc);
     }
   }

@@ -13,8 +13,7 @@
 namespace ropeway {
 namespace {
 
-constexpr int kBlockRows = 96;     // rows that share a panel
-constexpr int kMinPanelTiles = 3;  // row tiles for which unpacking pays: with two it takes 1.08 times as long
+constexpr int kBlockRows = 96;  // rows that share a panel
 
 // A block of K: steps (groups, or inputs for the float forms) [begin, begin + count).
 struct StepRange {
@@ -22,11 +21,10 @@ struct StepRange {
 };
 
 // Writes the first `columns` of each row of kTileColumns accumulators.
-inline void store_tile(const float* acc, int num_rows, int columns, float* out, int64_t ld_out) {
+inline void store_columns(const float* acc, int num_rows, int columns, float* out, int64_t ld_out) {
   for (int r = 0; r < num_rows; r++, acc += kTileColumns, out += ld_out) {
     if (columns == kTileColumns) {
-      store_f32(out, load_f32(acc));
-      store_f32(out + kLanes, load_f32(acc + kLanes));
+      store_tile(out, load_tile(acc));
     } else {
       for (int c = 0; c < columns; c++) out[c] = acc[c];
     }
@@ -136,7 +134,7 @@ void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1,
                               acc);
       }
       Kernel::finish(a, row, num_rows, acc);
-      store_tile(acc, num_rows, columns, out + row * ld_out + col, ld_out);
+      store_columns(acc, num_rows, columns, out + row * ld_out + col, ld_out);
     }
   }
 }

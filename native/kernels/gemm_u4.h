@@ -15,18 +15,16 @@ struct PackedU4 {
   static constexpr int kCodeBytes = kGroup * kTileColumns / 2;
   static constexpr int kStepBytes = kCodeBytes + (HasMin ? 4 : 2) * kTileColumns;
   const uint8_t* group;
-  Bits256 codes(int j, int half) const {
-    Bits256 v = load_bits(group + ((j / 2) * 2 + half) * 32);
-    return j % 2 ? high_nibbles(v) : low_nibbles(v);
+  template <bool AreFew>
+  CodePair codes(int i) const {
+    return load_codes<AreFew>(group + i * 64);
   }
   // d[16] and m[16] as float32, once a step: compilers would convert them for every row.
   void scales(float* out) const {
     const uint16_t* d = reinterpret_cast<const uint16_t*>(group + kCodeBytes);
-    for (int i = 0; i < kTileColumns; i += kLanes) {
-      const F32x8 scale = load_f16(d + i);
-      store_f32(out + i, scale);
-      store_f32(out + kTileColumns + i, HasMin ? load_f16(d + kTileColumns + i) : mul(scale, set_f32(-8.0f)));
-    }
+    const TileF32 scale = load_tile_f16(d);
+    store_tile(out, scale);
+    store_tile(out + kTileColumns, HasMin ? load_tile_f16(d + kTileColumns) : mul(scale, set_tile(-8.0f)));
   }
 };
 
@@ -35,43 +33,42 @@ struct PanelU4 {
   static constexpr int kCodeBytes = kGroup * kTileColumns;
   static constexpr int kStepBytes = kCodeBytes + 8 * kTileColumns;
   const uint8_t* group;
-  Bits256 codes(int j, int half) const { return load_bits(group + (j * 2 + half) * 32); }
+  template <bool AreFew>
+  CodePair codes(int i) const {
+    return {load_tile_bits(group + i * 128), load_tile_bits(group + i * 128 + 64)};
+  }
 };
 
-// The int16 sums of a step, row by row. Members and not an array: compilers unroll a loop over the rows too late to
+// The sums of a step, row by row. Members and not an array: compilers unroll a loop over the rows too late to
 // keep an array in registers, and a tile stored and read back once per step takes 1.15 times as long.
-template <int Rows>
+template <int Rows, bool AreFew>
 struct SumsU4 {
-  Bits256 sums[2];
-  SumsU4<Rows - 1> rest;
+  CodeSums<AreFew> sums;
+  SumsU4<Rows - 1, AreFew> rest;
+
+  ROPEWAY_INLINE void begin(const CodedGroup* group, int num_groups) {
+    sums.begin(group->codes);
+    rest.begin(group + num_groups, num_groups);
+  }
 
   // Adds the products of code vector j, or starts with them.
-  ROPEWAY_INLINE void add(bool is_first, Bits256 w0, Bits256 w1, const CodedGroup* group, int num_groups, int j) {
-    const Bits256 x = broadcast_32(group->codes + 4 * j);
-    const Bits256 p0 = dot_u8_i8(w0, x), p1 = dot_u8_i8(w1, x);
-    if (is_first) {
-      sums[0] = p0, sums[1] = p1;
-    } else {
-      accumulate_i16(sums[0], p0);
-      accumulate_i16(sums[1], p1);
-    }
-    rest.add(is_first, w0, w1, group + num_groups, num_groups, j);
+  ROPEWAY_INLINE void add(int j, TileBits w, const CodedGroup* group, int num_groups) {
+    sums.add(j, w, group->codes);
+    rest.add(j, w, group + num_groups, num_groups);
   }
 
   // scales: d[16], m[16].
   ROPEWAY_INLINE void add_to(float* acc, const float* scales, const CodedGroup* group, int num_groups) const {
-    const Bits256 multipliers = broadcast_32(group->multipliers);
-    const F32x8 a_sum = broadcast_f32(&group->sum);
-    const F32x8 t0 = fma(i32_to_f32(dot_i16(sums[0], multipliers)), load_f32(scales), load_f32(acc));
-    const F32x8 t1 = fma(i32_to_f32(dot_i16(sums[1], multipliers)), load_f32(scales + kLanes), load_f32(acc + kLanes));
-    store_f32(acc, fma(load_f32(scales + kTileColumns), a_sum, t0));
-    store_f32(acc + kLanes, fma(load_f32(scales + kTileColumns + kLanes), a_sum, t1));
+    const TileF32 a_sum = broadcast_tile(&group->sum);
+    const TileF32 t = fma(i32_to_f32(sums.weigh(group->multipliers)), load_tile(scales), load_tile(acc));
+    store_tile(acc, fma(load_tile(scales + kTileColumns), a_sum, t));
     rest.add_to(acc + kTileColumns, scales, group + num_groups, num_groups);
   }
 };
-template <>
-struct SumsU4<0> {
-  void add(bool, Bits256, Bits256, const CodedGroup*, int, int) {}
+template <bool AreFew>
+struct SumsU4<0, AreFew> {
+  void begin(const CodedGroup*, int) {}
+  void add(int, TileBits, const CodedGroup*, int) {}
   void add_to(float*, const float*, const CodedGroup*, int) const {}
 };
 
@@ -87,14 +84,13 @@ struct GemmU4 {
 
   static void finish(const Activations& a, int row, int num_rows, float* acc) {
     for (int r = 0; r < num_rows; r++, acc += kTileColumns) {
-      const F32x8 scale = broadcast_f32(a.scales + row + r);
-      store_f32(acc, mul(load_f32(acc), scale));
-      store_f32(acc + kLanes, mul(load_f32(acc + kLanes), scale));
+      store_tile(acc, mul(load_tile(acc), broadcast_tile(a.scales + row + r)));
     }
   }
 
   template <class Source, bool IsKept, int Rows>
   static void multiply(TileWeights weights, const Activations& a, int row, float* acc) {
+    constexpr bool kAreFew = Rows <= kFewRows && is_same<Source, Packed> && !IsKept;
     const int num_groups = a.k / kGroup;
     const CodedGroup* groups = a.coded + size_t(row) * num_groups + weights.steps.begin;
     const uint8_t* data = weights.data;
@@ -103,15 +99,17 @@ struct GemmU4 {
     for (int g = 0; g < weights.steps.count; g++, data += Source::kStepBytes, groups++) {
       const Source w{data};
       weights.fetch.step();
-      SumsU4<Rows> sums;
+      SumsU4<Rows, kAreFew> sums;
+      sums.begin(groups, num_groups);
       ROPEWAY_UNROLL
-      for (int j = 0; j < 8; j++) {
-        const Bits256 w0 = w.codes(j, 0), w1 = w.codes(j, 1);
+      for (int i = 0; i < 4; i++) {
+        const CodePair codes = w.template codes<kAreFew>(i);
         if constexpr (IsKept) {
-          store_bits(panel + (j * 2 + 0) * 32, w0);
-          store_bits(panel + (j * 2 + 1) * 32, w1);
+          store_tile_bits(panel + i * 128, codes.even);
+          store_tile_bits(panel + i * 128 + 64, codes.odd);
         }
-        sums.add(j == 0, w0, w1, groups, num_groups, j);
+        sums.add(2 * i, codes.even, groups, num_groups);
+        sums.add(2 * i + 1, codes.odd, groups, num_groups);
       }
       float* scales = local;
       if constexpr (is_same<Source, PanelU4>) {

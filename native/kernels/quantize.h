@@ -37,10 +37,10 @@ inline void quantize_coded(const float* x, float multipliers_per_x, CodedGroup* 
   const F32x8 per_x[2] = {low_half_twice(codes_per_x), high_half_twice(codes_per_x)};
   Bits256 q[4];
   for (int i = 0; i < 4; i++) q[i] = f32_to_i32(mul(v[i], per_x[i / 2]));
-  store_i32_as_i8_pairs(group->codes, q[0], q[1], q[2], q[3]);
+  store_codes(group->codes, q[0], q[1], q[2], q[3]);
   const Bits256 multipliers = i32_halves_as_i16_pair(f32_to_i32(multiplier));
   memcpy(group->multipliers, &multipliers, 4);
-  group->sum = float(reduce_add_i32(dot_i16(dot_u8_i8(set_bytes(1), load_bits(group->codes)), multipliers)));
+  group->sum = float(weighted_sum(group->codes, group->multipliers));
 }
 
 inline void quantize_coded_row(const float* x, int k, CodedGroup* groups, float* scale) {

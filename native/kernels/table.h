@@ -26,6 +26,7 @@ namespace {
 constexpr Kernels kernel_table(const char* name) {
   return {
       .name = name,
+      .code_input = code_input,
       .quantize_rows = quantize_rows,
       .gemm = gemm,
       .rms_norm = rms_norm,

@@ -12,8 +12,8 @@
 namespace ropeway {
 namespace {
 
-constexpr int kTileRows =
-    6;  // rows of a gemm tile: 2 * 6 sums, two weight vectors, one broadcast and one product fill 16 registers
+// Rows of a gemm tile: 2 * 6 sums, two weight vectors, one broadcast and one product fill 16 registers.
+constexpr int kPairTileRows = 6;
 #define ROPEWAY_UNROLL _Pragma("GCC unroll 16")
 
 using F32x8 = __m256;

@@ -10,7 +10,7 @@
 namespace ropeway {
 namespace {
 
-constexpr int kTileRows = 1;  // rows of a gemm tile: there are no vector registers to fill
+constexpr int kPairTileRows = 1;  // rows of a gemm tile: there are no vector registers to fill
 #define ROPEWAY_UNROLL
 
 struct F32x8 {

@@ -429,7 +429,8 @@ class AsyncLLM:
         self._loaded = loaded
         backend = loaded.backend
         self.engine = AsyncEngine(loaded.engine, loaded.tokenizer, backend if _is_metered(backend) else None)
-        self._limits = IdleLimits(backend.num_threads, self.engine.is_idle) if _is_metered(backend) else None
+        is_idle = self.engine.is_idle
+        self._limits = IdleLimits(backend.num_threads, backend.isa, is_idle) if _is_metered(backend) else None
         self._is_started = False
 
     @property

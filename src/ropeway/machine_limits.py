@@ -26,7 +26,7 @@ PAUSE_S = 0.02  # between slices: lets a request that arrived be noticed
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """Of `num_threads` at once. The multiply-add rates are None where the processor lacks AVX2 and FMA."""
+    """Of `num_threads` at once, with one instruction set. Multiply-add rates of scalar code are not known: None."""
 
     num_threads: int
     int8_per_s: float | None
@@ -47,11 +47,12 @@ class MachineLimits:
 class LimitsMeter:
     """Measures slice by slice. Each rate is the best of its slices: whatever disturbs one makes it slower."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, isa: str) -> None:
+        self._isa = isa
         self._pool = _native.ThreadPool(num_threads)
         self._slices = self._planned()
         self._best = {"int8": 0.0, "f32": 0.0, "read": 0.0}
-        self._has_peaks = "avx2" in _native.supported_isas()
+        self._has_peaks = isa != "scalar"
 
     def _planned(self) -> list[str]:
         return [*["int8", "f32"] * NUM_PEAK_SLICES, *["read"] * NUM_READ_SLICES]
@@ -72,15 +73,15 @@ class LimitsMeter:
         elif not self._has_peaks:
             return
         elif name == "int8":
-            rate = _native.peak_int8_per_s(self._pool, PEAK_SLICE_S)
+            rate = _native.peak_int8_per_s(self._pool, PEAK_SLICE_S, self._isa)
         else:
-            rate = _native.peak_f32_per_s(self._pool, PEAK_SLICE_S)
+            rate = _native.peak_f32_per_s(self._pool, PEAK_SLICE_S, self._isa)
         self._best[name] = max(self._best[name], rate)
 
 
-def measure_limits(num_threads: int) -> MachineLimits:
+def measure_limits(num_threads: int, isa: str) -> MachineLimits:
     """The limits, measured now: about half a second."""
-    meter = LimitsMeter(num_threads)
+    meter = LimitsMeter(num_threads, isa)
     while (limits := meter.limits) is None:
         meter.measure_slice()
     return limits
@@ -89,11 +90,12 @@ def measure_limits(num_threads: int) -> MachineLimits:
 class IdleLimits:
     """The limits, measured in the background the first time they are asked for while there is nothing else to do.
 
+    isa: the instruction set that the work uses.
     is_idle: whether nothing runs that measuring would disturb, or be disturbed by; called from another thread.
     """
 
-    def __init__(self, num_threads: int, is_idle: Callable[[], bool]) -> None:
-        self._meter = LimitsMeter(num_threads)
+    def __init__(self, num_threads: int, isa: str, is_idle: Callable[[], bool]) -> None:
+        self._meter = LimitsMeter(num_threads, isa)
         self._is_idle = is_idle
         self._thread: threading.Thread | None = None
         self._limits: MachineLimits | None = None

@@ -141,7 +141,12 @@ def make_case(path: Path, isa: str, num_requests: int, max_prompt_tokens: int) -
     return Case(model, isa, requests, (served.tokens, served.hashes))
 
 
-@pytest.fixture(scope="module", params=["default-avx2", "q8_0-avx2", "odd-avx2", "q8_0-scalar", "odd-scalar"])
+CASES = (
+    "default-avx512", "odd-avx512", "default-avx2", "q8_0-avx2", "odd-avx2", "q8_0-scalar", "odd-scalar",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, isa = request.param.rsplit("-", 1)
     if isa not in _native.supported_isas():
@@ -191,6 +196,6 @@ def test_one_of_four_sequences_is_the_one_alone(case: Case) -> None:
 
 def test_the_default_model_stored_as_q8_0(model_path: Path, tmp_path: Path) -> None:
     path = requantize_gguf(model_path, tmp_path / "q8_0.gguf", TensorType.Q8_0)
-    case = make_case(path, "avx2" if "avx2" in _native.supported_isas() else "scalar", 8, 70)
+    case = make_case(path, _native.supported_isas()[0], 8, 70)
     served = serve(case.model, case.requests, Setting(token_budget=64), case.isa)
     assert (served.tokens, served.hashes) == case.alone

@@ -128,8 +128,13 @@ def test_query_heads_per_kv_head(tmp_path: Path, group: int, num_kv_heads: int, 
     whole = all_logits(native(model, num_threads=1), tokens)
     for chunk_size in (1, 2, 7, 61):
         assert_same_bits(all_logits(native(model), tokens, chunk_size=chunk_size), whole)
-    if "avx2" in _native.supported_isas():
-        assert_same_bits(all_logits(native(model, isa="scalar"), tokens[:70]), whole[:70])
+    for isa in _native.supported_isas():
+        length = 70 if isa == "scalar" else 150
+        assert_same_bits(all_logits(native(model, isa=isa), tokens[:length]), whole[:length])
+        blocks_of_8 = NativeBackend(
+            model.program, model.tensors, block_size=8, num_kv_blocks=length // 8 + 1, num_threads=1, isa=isa
+        )
+        assert_same_bits(all_logits(blocks_of_8, tokens[:length], chunk_size=61), whole[:length])
 
 
 def test_default_model(model_path: Path) -> None:
@@ -145,3 +150,8 @@ def test_default_model(model_path: Path) -> None:
     mates = [Stretch(tokens[: 1 + i], 0, [5 + i]) for i in range(15)]
     logits = backend.forward(forward_batch([*mates, Stretch(tokens[-1:], 69, table)], last_rows_only=True))
     assert_same_bits(logits[-1:], expected)
+    for isa in _native.supported_isas():
+        if isa == "scalar":  # minutes
+            continue
+        logits = native(model, isa=isa).forward(forward_batch([Stretch(tokens, 0, table)], last_rows_only=True))
+        assert_same_bits(logits, expected)

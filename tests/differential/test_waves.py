@@ -131,15 +131,17 @@ def test_what_is_no_next_slice_is_refused(model: Model, tokens: list[int]) -> No
 
 @pytest.mark.parametrize("num_slices", [2, NUM_LAYERS])
 def test_the_reference_computes_the_same(model: Model, tokens: list[int], num_slices: int) -> None:
+    """Close, not equal: its library multiplies other numbers of rows in another order, and an f16 in the cache may
+    round the other way."""
     backend = ReferenceBackend(model.program, model.tensors, num_kv_blocks=NUM_BLOCKS)
     assert backend.num_layers == NUM_LAYERS
     whole = all_logits(backend, tokens[:160])
     wave = Wave(backend, tokens, 21, 30)
     for index in range(num_slices):
         positions, logits = wave.step(LayerSlice(index, num_slices))
-        np.testing.assert_allclose(logits, whole[positions], atol=2e-5 * np.abs(whole).max())
+        np.testing.assert_allclose(logits, whole[positions], atol=5e-4 * np.abs(whole).max())
     positions, logits = wave.decode()
-    np.testing.assert_allclose(logits, whole[positions], atol=2e-5 * np.abs(whole).max())
+    np.testing.assert_allclose(logits, whole[positions], atol=5e-4 * np.abs(whole).max())
 
 
 class FailingOnce(RecordingBackend):

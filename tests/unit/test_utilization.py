@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
-from ropeway import machine_limits
+from ropeway import _native, machine_limits
 from ropeway.engine.utilization import NUM_WAITS_KEPT, WINDOW_S, Utilization
 from ropeway.machine_limits import IdleLimits, LimitsMeter, MachineLimits, measure_limits
 
@@ -89,10 +90,19 @@ def test_limits_turn_work_into_the_least_time() -> None:
 def test_limits_are_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_limits, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(machine_limits, "NUM_PEAK_SLICES", 1)
-    limits = measure_limits(1)
+    limits = measure_limits(1, _native.supported_isas()[0])
     assert limits.read_bytes_per_s > 1e8
     if limits.int8_per_s is not None and limits.f32_per_s is not None:
         assert limits.int8_per_s > limits.f32_per_s > 1e8
+
+
+@pytest.mark.parametrize("peak", [_native.peak_int8_per_s, _native.peak_f32_per_s])
+def test_peaks_are_those_of_an_instruction_set(peak: Callable[..., float]) -> None:
+    pool = _native.ThreadPool(1)
+    rates = {isa: peak(pool, 0.01, isa) for isa in _native.supported_isas() if isa != "scalar"}
+    assert all(rate > 1e8 for rate in rates.values())
+    with pytest.raises(ValueError, match="'scalar'"):
+        peak(pool, 0.01, "scalar")
 
 
 def test_idle_limits_stop_when_work_comes_and_go_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +118,9 @@ def test_idle_limits_stop_when_work_comes_and_go_on_later(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LimitsMeter, "measure_slice", measure_slice)
     monkeypatch.setattr(machine_limits, "PAUSE_S", 0.0)
-    limits = IdleLimits(1, lambda: is_idle)
+    limits = IdleLimits(1, "scalar", lambda: is_idle)
     assert limits.ask() is None and not measured.acquire(timeout=0.05)
-    num_slices = len(LimitsMeter(1)._slices)
+    num_slices = len(LimitsMeter(1, "scalar")._slices)
     for _ in range(num_slices):
         while limits._thread is not None and limits._thread.is_alive():
             time.sleep(0.001)
@@ -124,6 +134,6 @@ def test_idle_limits_stop_when_work_comes_and_go_on_later(monkeypatch: pytest.Mo
 
 
 def test_closed_limits_measure_nothing() -> None:
-    limits = IdleLimits(1, lambda: True)
+    limits = IdleLimits(1, "scalar", lambda: True)
     limits.close()
     assert limits.ask() is None and limits._thread is None

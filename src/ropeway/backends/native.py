@@ -68,6 +68,7 @@ class NativeBackend:
             raise ConfigError(f"num_threads must be at least 1, not {num_threads}; leave it out to use every processor")
         _check_isa(isa)
         check_kv_pool(program.cache_groups, num_kv_blocks, block_size)
+        self._isa = _native.selected_isa(isa)
         self._program = program
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size
@@ -93,6 +94,11 @@ class NativeBackend:
     @property
     def num_layers(self) -> int:
         return self._executable.num_layers
+
+    @property
+    def isa(self) -> str:
+        """The instruction set of the kernels."""
+        return self._isa
 
     @property
     def num_threads(self) -> int:

@@ -260,7 +260,7 @@ def run_step_bench(options: StepBenchOptions, progress: Callable[[str], None]) -
     prepared = prepare_model(options.model, config)
     assert isinstance(prepared.backend, NativeBackend)
     progress("measuring the limits of this machine")
-    limits = measure_limits(prepared.backend.num_threads)
+    limits = measure_limits(prepared.backend.num_threads, prepared.backend.isa)
     profiles = []
     for batch in options.batches:
         progress(f"filling {batch} contexts of {options.context} tokens")
