@@ -17,7 +17,8 @@ class StepLoad(NamedTuple):
     """What asks for a place in a step.
 
     num_rows, of one token each, which attend to num_context_tokens positions in all, are in it whatever else is.
-    num_prefilling_tokens: yet to be computed for sequences that prefill. num_queued_tokens: for those that wait.
+    num_prefilling_tokens: yet to be computed for sequences that prefill; num_prefilled_tokens: computed for them.
+    num_queued_tokens: yet to be computed for those that wait.
     longest_wait_s: since the first of these arrived, in policy order. num_prompts: sequences that prefill or wait, as
     far as there are places for them.
     """
@@ -28,6 +29,7 @@ class StepLoad(NamedTuple):
     num_queued_tokens: int = 0
     longest_wait_s: float = 0.0
     num_prompts: int = 0
+    num_prefilled_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -303,6 +303,7 @@ class Scheduler:
     def _load(self, builder: PlanBuilder, now_s: float) -> StepLoad:
         prefilling = self._roster.prefilling.values()
         num_prefilling_tokens = sum([s.num_tokens - s.num_computed_tokens for s in prefilling])
+        num_prefilled_tokens = sum([s.num_computed_tokens for s in prefilling])
         first = self._line.first()
         longest_wait_s = 0.0 if first is None else now_s - first.arrival_s
         num_queued_tokens = self._roster.num_queued_tokens
@@ -314,6 +315,7 @@ class Scheduler:
             num_queued_tokens=num_queued_tokens,
             longest_wait_s=longest_wait_s,
             num_prompts=min(num_places, len(prefilling) + len(self._line)),
+            num_prefilled_tokens=num_prefilled_tokens,
         )
 
     def _launch(self, builder: PlanBuilder, now_s: float) -> StepPlan:

@@ -90,14 +90,8 @@ class TimeBudget:
     def take_slice(self, start: int, num_tokens: int, layer_slice: LayerSlice, is_sampled: bool) -> bool:
         if num_tokens > self._num_tokens_left:
             return False
-        before_s = self._costs.seconds(self.work)
         share = layer_slice.share(self._room.num_layers)
-        self._num_tokens += share * num_tokens
-        self._num_pairs += share * num_pairs(start, num_tokens)
-        self._num_reads += share * (start + num_tokens)
-        self._num_rows += is_sampled
-        self._num_tokens_left -= num_tokens
-        self._left_s -= self._costs.seconds(self.work) - before_s
+        self._add(start, num_tokens, start + num_tokens, is_sampled, share=share)
         self._may_begin_wave = self.is_short = False
         return True
 
@@ -109,10 +103,14 @@ class TimeBudget:
         return self._costs.read_s * start <= self._left_s * SHARED_READS
 
     def add_prefill(self, start: int, num_tokens: int, is_sampled: bool, *, is_more: bool = False) -> None:
+        self._add(start, num_tokens, num_tokens if is_more else start + num_tokens, is_sampled)
+
+    def _add(self, start: int, num_tokens: int, num_reads: int, is_sampled: bool, *, share: float = 1) -> None:
+        """num_tokens behind `start`, in a share of the layers, are in the step."""
         before_s = self._costs.seconds(self.work)
-        self._num_tokens += num_tokens
-        self._num_pairs += num_pairs(start, num_tokens)
-        self._num_reads += num_tokens if is_more else start + num_tokens
+        self._num_tokens += share * num_tokens
+        self._num_pairs += share * num_pairs(start, num_tokens)
+        self._num_reads += share * num_reads
         self._num_rows += is_sampled
         self._num_tokens_left -= num_tokens
         self._left_s -= self._costs.seconds(self.work) - before_s

@@ -40,13 +40,15 @@ class StepShape:
         starts, counts = plan.starts, plan.num_tokens
         num_tokens = sum(counts)
         if plan.layer_slice is not None:
-            whole, before = StepShape.of(replace(plan, layer_slice=None)), StepShape.of(_without_last_row(plan))
-            share = 1.0 / plan.layer_slice.count
+            whole, share = StepShape.of(replace(plan, layer_slice=None)), 1.0 / plan.layer_slice.count
+            start, n = starts[-1], counts[-1]
+            num_pairs = n * start + n * (n + 1) // 2
+            num_lone_pairs = num_pairs if n == 1 else 0
             return StepShape(
-                before.num_tokens + share * (whole.num_tokens - before.num_tokens),
-                before.num_pairs + share * (whole.num_pairs - before.num_pairs),
+                whole.num_tokens - n + share * n,
+                whole.num_pairs - num_pairs + share * num_pairs,
                 whole.num_rows,
-                before.num_lone_pairs + share * (whole.num_lone_pairs - before.num_lone_pairs),
+                whole.num_lone_pairs - num_lone_pairs + share * num_lone_pairs,
             )
         if num_tokens == len(counts):
             num_pairs = sum(starts) + num_tokens
@@ -54,16 +56,6 @@ class StepShape:
         num_pairs = sum([n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True)])
         num_lone_pairs = sum([start + 1 for start, n in zip(starts, counts, strict=True) if n == 1])
         return StepShape(num_tokens, num_pairs, sum(plan.is_sampled), num_lone_pairs)
-
-
-def _without_last_row(plan: StepPlan) -> StepPlan:
-    return replace(
-        plan,
-        starts=plan.starts[:-1],
-        num_tokens=plan.num_tokens[:-1],
-        is_sampled=plan.is_sampled[:-1],
-        layer_slice=None,
-    )
 
 
 # Where a processor's kernels change their pace: they compute rows in tiles, so the fifth and the ninth token of a step
