@@ -15,19 +15,14 @@ extern const Kernels kAvx512Kernels;
 
 namespace {
 
-#ifdef ROPEWAY_HAS_AVX512
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni");
-}
-#endif
-
 // Tables this machine can run, best first. The compiler's check covers the operating system's saving of the registers.
 std::vector<const Kernels*> supported_tables() {
   std::vector<const Kernels*> tables;
 #ifdef ROPEWAY_HAS_AVX512
-  if (has_avx512()) tables.push_back(&kAvx512Kernels);
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+    tables.push_back(&kAvx512Kernels);
+  }
 #endif
 #ifdef ROPEWAY_HAS_AVX2
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {

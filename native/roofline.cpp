@@ -51,15 +51,12 @@ constexpr long kIterations = 100000;
 // Explicit registers and no memory operand, so that this file needs no instruction-set flags. Values stay zero: the
 // ports do not mind.
 #define CLEAR(n) "vpxor %%xmm" #n ", %%xmm" #n ", %%xmm" #n "\n"
-#define CLEAR_ALL \
-  CLEAR(0)        \
-  CLEAR(1) CLEAR(2) CLEAR(3) CLEAR(4) CLEAR(5) CLEAR(6) CLEAR(7) CLEAR(8) CLEAR(9) CLEAR(10) CLEAR(11) CLEAR(15)
 #define TWELVE(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7) OP(8) OP(9) OP(10) OP(11)
 // 100,000 passes over the instructions.
 #define RUN(INSTRUCTIONS)                                                                                         \
   [](int) {                                                                                                       \
     long n = kIterations;                                                                                         \
-    asm volatile(CLEAR_ALL ".p2align 5\n1:\n" INSTRUCTIONS "dec %0\n jnz 1b\n vzeroupper\n"                       \
+    asm volatile(TWELVE(CLEAR) CLEAR(15) ".p2align 5\n1:\n" INSTRUCTIONS "dec %0\n jnz 1b\n vzeroupper\n"         \
                  : "+r"(n)                                                                                        \
                  :                                                                                                \
                  : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", \

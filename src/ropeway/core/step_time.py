@@ -132,11 +132,6 @@ class StepTimeModel:
         self._num_outliers = 0  # in a row; negative where steps were faster
         self.costs = prior
 
-    @property
-    def noise(self) -> float:
-        """The standard deviation of a step's time, relative to what was predicted, of late."""
-        return math.sqrt(self._noise)
-
     def observe(self, work: StepWork, step_s: float) -> None:
         """Learn from a step of `work` that took step_s seconds."""
         predicted_s = self.costs.seconds(work)

@@ -179,10 +179,13 @@ class TimedPacing:
             self._gap_s += (min(max(0.0, now_s - self._end_s), MAX_GAP_S) - self._gap_s) / 32
         costs = self._model.costs
         decode_s = costs.seconds(_decodes(load))
-        left_s, saved_s = self._limit_s(load, decode_s), 0.0
+        limit_s = self._limit_s(load, decode_s)
+        is_steered = self._targets.ttft_s is None and limit_s == self._stretched_s(decode_s)
+        self._undisturbed_s = self._undisturbed.share * decode_s if is_steered else None
+        left_s, saved_s = limit_s, 0.0
         if load.num_rows:
             saved_s = self._saved_s
-            left_s = max(0.0, left_s - decode_s) + saved_s
+            left_s = max(0.0, limit_s - decode_s) + saved_s
         if self._is_looking(load):
             self._left_s, left_s, saved_s = saved_s, 0.0, 0.0  # what is saved stays so
         else:
@@ -206,19 +209,15 @@ class TimedPacing:
     def _limit_s(self, load: StepLoad, decode_s: float) -> float:
         """How long a step with these decodes, which alone take decode_s, may take."""
         stretch, targets = self._stretch, self._targets
-        self._undisturbed_s = None
         if not load.num_rows:
             return stretch.prefill_s - self._model.costs.fixed_s
         if targets.tpot_s is not None:
             self._tally.is_tpot_out_of_reach = decode_s > targets.tpot_s
             # Where decodes alone take the whole target, prompts still go on, if slowly: else nobody would board.
             return max(self._step_target_s(targets.tpot_s), decode_s / DECODE_SHARE)
-        factor = stretch.decode_factor if self._steered is None else self._steered.value
-        limit_s = max(max(factor * self._undisturbed.share, LEAST_FACTOR) * decode_s, stretch.least_s)
-        self._undisturbed_s = self._undisturbed.share * decode_s
+        limit_s = self._stretched_s(decode_s)
         num_joining = self._num_joining(load)
         if num_joining:
-            self._undisturbed_s = None
             everybody_s = self._model.costs.seconds(_decodes(load, num_joining))
             limit_s = max(limit_s, stretch.decode_factor * everybody_s)
             if stretch.crowd is not None:
@@ -226,11 +225,15 @@ class TimedPacing:
                 limit_s += share * max(0.0, stretch.crowd.limit_s(everybody_s) - limit_s)
         if targets.ttft_s is None or not load.num_prompt_tokens:
             return limit_s
-        self._undisturbed_s = None
         left_s = max(TTFT_SHARE * targets.ttft_s - load.longest_wait_s, 1e-9)
         needed_share = self._model.costs.token_s * load.num_prompt_tokens / left_s
         needed_stretch = 1.0 / (1.0 - needed_share) if needed_share < 1.0 else MAX_STRETCH
         return max(limit_s, decode_s * min(MAX_STRETCH, needed_stretch))
+
+    def _stretched_s(self, decode_s: float) -> float:
+        """How long a step may take by the objective, where its decodes alone take decode_s and nobody is to join."""
+        factor = self._stretch.decode_factor if self._steered is None else self._steered.value
+        return max(max(factor * self._undisturbed.share, LEAST_FACTOR) * decode_s, self._stretch.least_s)
 
     def _num_joining(self, load: StepLoad) -> int:
         """Prompts that are about to decode beside the others; a long one counts for little."""
