@@ -13,6 +13,7 @@ class Batching(Protocol):
 
     admission: the memory a sequence needs to board.
     is_padded: finished sequences that are retained are computed on, as padding.
+    has_turns: samples of one request take turns beside other requests.
     """
 
     @property
@@ -20,6 +21,9 @@ class Batching(Protocol):
 
     @property
     def is_padded(self) -> bool: ...
+
+    @property
+    def has_turns(self) -> bool: ...
 
     def may_board(self, num_running_before: int, num_tokens_left: int) -> bool:
         """Whether one more may board in this step.
@@ -35,6 +39,7 @@ class ContinuousBatching:
     """Sequences board at any step that has tokens left for them, and leave at the step that finished them."""
 
     is_padded = False
+    has_turns = True
 
     def __init__(self, admission: Admission | None = None) -> None:
         self.admission: Admission = admission or OptimisticAdmission()
@@ -53,6 +58,8 @@ class StaticBatching:
     its last position is computed on until the batch ends, as where a batch is a rectangle; without, it only waits.
     A cancelled or failed member frees its memory at once, but its place stays empty.
     """
+
+    has_turns = False
 
     def __init__(self, *, is_padded: bool = False) -> None:
         self.admission: Admission = ReserveAdmission()

@@ -83,6 +83,12 @@ class Pacing(Protocol):
     def max_num_running(self) -> int:
         """Most sequences that may run: no more than a step has room to decode."""
 
+    def num_extra_samples(self, num_single: int, num_shared: int) -> int:
+        """How many samples, beyond the first of each request, may be under way.
+
+        num_single: requests with n = 1 that run or would; num_shared: with more. The promise is made to the first.
+        """
+
     def begin_step(self, load: StepLoad, now_s: float) -> StepBudget:
         """The budget of the step being planned."""
 
@@ -111,6 +117,9 @@ class FixedTokenBudget:
     @property
     def max_num_running(self) -> int:
         return self._num_tokens  # so decodes never use up the budget that a prefill waits for
+
+    def num_extra_samples(self, num_single: int, num_shared: int) -> int:
+        return MAX_COUNT
 
     def begin_step(self, load: StepLoad, now_s: float) -> StepBudget:
         return TokensLeft(self._num_tokens - load.num_rows)

@@ -12,6 +12,7 @@ from ropeway.core.decodes import Decodes
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import FinishReason, Request, Timeout
 from ropeway.core.plan import SequenceEvent, StepPlan
+from ropeway.core.sample_turns import SampleTurns
 from ropeway.core.sequence import Sequence, SequenceState, WaitingReason
 from ropeway.core.waiting_line import WaitingLine
 from ropeway.errors import InvalidRequestError
@@ -31,11 +32,12 @@ class Roster:
         self.running: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.decodes = Decodes(kv)
+        self.turns = SampleTurns()
         self.retained: dict[int, Sequence] = {}
         self.preempted_now_ids: set[int] = set()  # since the step being planned began
         self.ending_token_ids: dict[int, int] = {}
         self.num_preempted = 0  # of those in line
-        self.num_queued_tokens = 0  # known tokens of those in line
+        self.num_queued_tokens = 0  # known tokens of those in line or held back from it
         self.num_queued_background_tokens = 0  # of which background sequences have so many
         self.num_running_background = 0
         self.num_preemptions = 0
@@ -62,7 +64,10 @@ class Roster:
     # -- moves between states ------------------------------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> tuple[Sequence, ...]:
-        """The n sequences of a new request, waiting. Raises InvalidRequestError for an id in use."""
+        """The n sequences of a new request, waiting: in line, or for their turn to join it.
+
+        Raises InvalidRequestError for an id in use.
+        """
         if request.request_id in self._requests:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} is in use: choose another", param="request_id"
@@ -75,6 +80,7 @@ class Roster:
         for sequence in sequences:
             self.sequences[sequence.sequence_id] = sequence
             self._count_queued(sequence, 1)
+        for sequence in self.turns.add(sequences):
             self.line.push(sequence, now_s)
         for token_id in request.stop_token_ids:
             self.ending_token_ids[token_id] = self.ending_token_ids.get(token_id, 0) + 1
@@ -84,6 +90,11 @@ class Roster:
         """A plan is being made."""
         self.preempted_now_ids.clear()
         self._newly_started_ids = []
+
+    def take_turns(self, num_extra: int, now_s: float) -> None:
+        """Samples held back join the line: of each request one, and so many more in all."""
+        for sequence in self.turns.release(num_extra):
+            self.line.push(sequence, now_s)
 
     def board(self) -> Sequence:
         """The first of the line runs, with the blocks that the admission grants it."""
@@ -148,19 +159,22 @@ class Roster:
             )
             self._forget_ending(sequence.request)
             self._started_ids.discard(request_id)
+        was_held = self.turns.discard(sequence)
         is_running = sequence.state is SequenceState.RUNNING
         if is_running:
             self._leave_batch(sequence)
         else:
             self.num_preempted -= sequence.state is SequenceState.PREEMPTED
             self._count_queued(sequence, -1)
-            self.line.remove(sequence)
+            if not was_held:
+                self.line.remove(sequence)
         if is_running and is_retained:
             sequence.state = SequenceState.RETAINED
             self.retained[sequence_id] = sequence
         else:
             self._release(sequence)
-        self.line.on_finished(sequence)
+        if not was_held:
+            self.line.on_finished(sequence)
         if self.retained and not self.running:  # the batch is over
             for retained in self.retained.values():
                 self._release(retained)
@@ -192,7 +206,7 @@ class Roster:
                 del self.ending_token_ids[token_id]
 
     def _count_queued(self, sequence: Sequence, sign: int) -> None:
-        """A sequence joins the line (1) or leaves it (-1)."""
+        """A sequence waits (1), or does so no longer (-1)."""
         self.num_queued_tokens += sign * sequence.num_tokens
         self.num_queued_background_tokens += sign * sequence.num_tokens * sequence.request.terms.is_background
 
@@ -234,7 +248,7 @@ class Roster:
             assert is_preempted or sequence.state is SequenceState.WAITING, f"{sequence.state.value}, and nowhere"
             assert not sequence.num_computed_tokens and not sequence.num_slots, "a waiting sequence holds memory"
             assert bool(sequence.num_preemptions) == is_preempted, "preempted, or not, against its count"
-        self.line.check_invariants(waiting)
+        self.line.check_invariants([s for s in waiting if not self.turns.is_held(s)])
         assert self.num_preempted == sum(s.state is SequenceState.PREEMPTED for s in waiting), "preempted miscounted"
         assert self.num_queued_tokens == sum(s.num_tokens for s in waiting), "tokens in line miscounted"
         self._check_background(waiting)
@@ -252,6 +266,7 @@ class Roster:
         assert not self.retained or self.running, "a batch without running members was not released"
         for sequence in sequences:
             assert sequence in self.sequences_of(sequence.request.request_id), "a sequence without its request"
+        self.turns.check_invariants(sequences)
         self._kv.check_invariants([*self.running.values(), *self.retained.values()])
 
     def _check_background(self, waiting: Iterable[Sequence]) -> None:

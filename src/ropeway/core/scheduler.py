@@ -14,7 +14,7 @@ from ropeway.core.deadlines import Deadlines
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import QueueLimits, SchedulerLimits
 from ropeway.core.pacing import FixedTokenBudget, Pacing, StepLoad
-from ropeway.core.params import FinishReason, Request
+from ropeway.core.params import MAX_COUNT, FinishReason, Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult, TokenLogprobs
 from ropeway.core.plan_builder import PlanBuilder
 from ropeway.core.preemption import Preemption
@@ -114,6 +114,8 @@ class Scheduler:
         if not roster.sequences:
             return None
         roster.begin_step()
+        if roster.turns.num_held:
+            self._take_turns(now_s)
         self._line.begin_step()
         max_num_running, num_running_before = self._max_num_running, len(roster.running)
         self._batching.admission.begin_step()
@@ -253,7 +255,7 @@ class Scheduler:
         num_blocks, num_free_blocks = self._kv.num_blocks, self._kv.num_free_blocks
         return EngineStats(
             num_running=len(roster.running),
-            num_waiting=len(self._line) - roster.num_preempted,
+            num_waiting=len(self._line) + roster.turns.num_held - roster.num_preempted,
             num_preempted=roster.num_preempted,
             num_blocks=num_blocks,
             num_free_blocks=num_free_blocks,
@@ -281,7 +283,7 @@ class Scheduler:
         num_queued_tokens = roster.num_queued_tokens - roster.num_queued_background_tokens
         num_new_tokens = num_prompt_tokens * request.params.n
         self._limits.queue.check(roster.num_unstarted_interactive, num_queued_tokens, self._num_places, num_new_tokens)
-        self._pacing.check_arrival(num_prompt_tokens, num_queued_tokens)
+        self._pacing.check_arrival(num_prompt_tokens, num_queued_tokens - roster.turns.num_held_tokens)
 
     @property
     def _num_places(self) -> int:
@@ -300,13 +302,21 @@ class Scheduler:
 
     # -- plan, in order ------------------------------------------------------------------------------------------------
 
+    def _take_turns(self, now_s: float) -> None:
+        """Of requests with n > 1, let as many samples join the line as the pacing has room for beside the others."""
+        turns, num_extra = self._roster.turns, MAX_COUNT
+        if self._batching.has_turns:
+            num_single = min(turns.num_single, self._max_num_running)
+            num_extra = self._pacing.num_extra_samples(num_single, turns.num_shared)
+        self._roster.take_turns(num_extra, now_s)
+
     def _load(self, builder: PlanBuilder, now_s: float) -> StepLoad:
         prefilling = self._roster.prefilling.values()
         num_prefilling_tokens = sum([s.num_tokens - s.num_computed_tokens for s in prefilling])
         num_prefilled_tokens = sum([s.num_computed_tokens for s in prefilling])
         first = self._line.first()
         longest_wait_s = 0.0 if first is None else now_s - first.arrival_s
-        num_queued_tokens = self._roster.num_queued_tokens
+        num_queued_tokens = self._roster.num_queued_tokens - self._roster.turns.num_held_tokens
         num_places = max(0, self._max_num_running - builder.num_rows)
         return StepLoad(
             num_rows=builder.num_rows,

@@ -27,7 +27,7 @@ class SequenceState(Enum):
 class WaitingReason(Enum):
     """Why a sequence that waits does not board."""
 
-    POLICY = "policy"  # others are ahead of it in line, or it was preempted for one
+    POLICY = "policy"  # others are ahead of it in line, it was preempted for one, or its request has its share already
     CAPACITY = "capacity"  # the memory it needs, or a place in the batch, is not free
     BUDGET = "budget"  # the step holds no more tokens
     DEFERRED = "deferred"  # for its own good: another computes what it will share

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ropeway.core.pacing import StepLoad
+from ropeway.core.params import MAX_COUNT
 from ropeway.core.plan import StepPlan
 from ropeway.core.sequence import Sequence
 from ropeway.core.stats import PacingStats
@@ -45,7 +46,8 @@ class Stretch:
     decode_factor: a step is planned to take at most this many times what its decodes alone would. least_s: but may
     always take this long. prefill_s: a step without decodes takes at most this long. tail: steers decode_factor, but
     for what those who are about to decode would take. crowd: where short prompts crowd the line, if that makes a
-    difference.
+    difference. sample_share: by so much the samples of others may slow requests with n = 1 beyond what as many requests
+    would, which have a sample each; None for no bound.
     """
 
     decode_factor: float
@@ -53,14 +55,17 @@ class Stretch:
     prefill_s: float
     tail: Tail | None = None
     crowd: Crowd | None = None
+    sample_share: float | None = None
 
 
 # balanced: ITL p99 within 2.5 x the undisturbed median, which a look amid prompts finds a little longer. Past 0.2 s a
 # step of prompt gains no throughput, and whoever arrives waits for it to end.
 STRETCHES: dict[Objective, Stretch] = {
-    "balanced": Stretch(2.2, 0.0, 0.2, tail=Tail(2.3, start=1.95, least=1.7, most=2.3), crowd=Crowd(3.0, 8.0, 0.25)),
+    "balanced": Stretch(
+        2.2, 0.0, 0.2, tail=Tail(2.3, start=1.95, least=1.7, most=2.3), crowd=Crowd(3.0, 8.0, 0.25), sample_share=0.04
+    ),
     "throughput": Stretch(4.0, 1.0, 1.0),
-    "latency": Stretch(1.3, 0.0, 0.1),
+    "latency": Stretch(1.3, 0.0, 0.1, sample_share=0.04),
 }
 LEAST_FACTOR = 1.2  # of what is predicted for decodes: and however much less they take undisturbed
 # A prompt of so many tokens, or fewer, is about to decode beside the others: a step's length is measured by what it
@@ -152,6 +157,17 @@ class TimedPacing:
     @property
     def max_num_running(self) -> int:
         return self._targets.max_num_tokens
+
+    def num_extra_samples(self, num_single: int, num_shared: int) -> int:
+        """As many as make a step of decodes no longer than (1 + num_shared / num_single + sample_share) times what it
+        would take for the single ones alone: each request gets as much of the time as another.
+        """
+        share = self._stretch.sample_share
+        if share is None or not num_single or self._targets.tpot_s is not None:
+            return MAX_COUNT
+        costs = self._model.costs
+        num_fixed = costs.fixed_s / max(_one_decode_s(self._load, costs), 1e-12)  # decodes that take as long
+        return int(num_shared / num_single * num_fixed + share * (num_fixed + num_single))
 
     def check_arrival(self, num_tokens: int, num_queued_tokens: int) -> None:
         ttft_s = self._targets.ttft_s
@@ -252,10 +268,8 @@ class TimedPacing:
         tpot_s, costs = self._targets.tpot_s, self._model.costs
         if tpot_s is None or not load.num_rows:
             return self._targets.max_num_tokens
-        position_s = costs.pair_s + costs.read_s
-        decode_s = costs.token_s + costs.row_s + position_s * load.num_context_tokens / load.num_rows
         left_s = DECODE_SHARE * self._step_target_s(tpot_s) - costs.fixed_s
-        return max(1, int(left_s / max(decode_s, 1e-12)))
+        return max(1, int(left_s / max(_one_decode_s(load, costs), 1e-12)))
 
     def on_computed(self, plan: StepPlan, step_s: float) -> None:
         assert self._budget is not None, "a step that was not begun"
@@ -327,6 +341,12 @@ def _decodes(load: StepLoad, num_joining: int = 0) -> StepWork:
     """The decodes of a step alone, or with so many more that just begin."""
     num_rows = load.num_rows + num_joining
     return StepWork(num_rows, load.num_context_tokens, num_rows, load.num_context_tokens)
+
+
+def _one_decode_s(load: StepLoad, costs: StepCosts) -> float:
+    """What one of the decodes of a step adds to it."""
+    num_positions = load.num_context_tokens / load.num_rows if load.num_rows else 0.0
+    return costs.token_s + costs.row_s + (costs.pair_s + costs.read_s) * num_positions
 
 
 class _LineRate:

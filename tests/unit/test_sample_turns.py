@@ -1,0 +1,156 @@
+"""Beside others a request counts as one, however many samples it asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from ropeway.core.kv_manager import KVManager
+from ropeway.core.params import ServiceTerms
+from ropeway.core.plan import StepPlan
+from ropeway.core.recipe import SchedulerRecipe
+from ropeway.core.scheduler import Scheduler, SchedulerLimits
+from ropeway.core.sequence import SequenceState
+from ropeway.core.step_time import StepCosts, StepWork
+from ropeway.core.timed_pacing import Objective, PacingTargets, TimedPacing
+from support.scheduling import make_request, result_of, run_step
+
+COSTS = StepCosts(6e-3, 6e-4, 6e-4, 0.0, 6e-4)  # a step of 5 decodes takes twice the fixed part
+
+
+def scheduler_of(objective: Objective = "balanced", tpot_s: float | None = None, max_num_seqs: int = 256) -> Scheduler:
+    targets = PacingTargets(max_num_tokens=2048, objective=objective, tpot_s=tpot_s)
+    return Scheduler(
+        SchedulerLimits(max_num_seqs, 2048, 100_000), KVManager([20_000], 16), pacing=TimedPacing(targets, COSTS)
+    )
+
+
+def add_single(scheduler: Scheduler, count: int, max_tokens: int = 500) -> None:
+    for number in range(count):
+        scheduler.add(make_request(f"single {number}", 20, max_tokens), 0.0)
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    """One that takes what the costs say."""
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    work = StepWork(sum(plan.num_tokens), 0.0, sum(plan.is_sampled), 0.0)
+    scheduler.commit(plan, result_of(plan), COSTS.seconds(work))
+    scheduler.check_invariants()
+    return plan
+
+
+def num_running(scheduler: Scheduler, request_id: str) -> int:
+    return sum(s.state == "running" for s in scheduler.progress(request_id))
+
+
+@pytest.mark.parametrize("objective", ["balanced", "latency"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_eight_samples_make_the_steps_of_31_others_hardly_longer(objective: Objective, is_first: bool) -> None:
+    scheduler = scheduler_of(objective)
+    if is_first:
+        scheduler.add(make_request("eight", 20, 500, n=8), 0.0)
+    add_single(scheduler, 31)
+    if not is_first:
+        scheduler.add(make_request("eight", 20, 500, n=8), 0.0)
+    most_s = 0.0
+    for _ in range(100):
+        plan = step(scheduler)
+        if set(plan.num_tokens) == {1}:
+            most_s = max(most_s, COSTS.seconds(StepWork(plan.num_rows, 0.0, plan.num_rows, 0.0)))
+    assert 2 <= num_running(scheduler, "eight") <= 3
+    assert most_s <= 1.05 * COSTS.seconds(StepWork(32, 0.0, 32, 0.0))
+    assert scheduler.stats().num_waiting == 8 - num_running(scheduler, "eight")
+
+
+@pytest.mark.parametrize(("num_single", "most"), [(0, 8), (1, 6), (4, 2), (16, 2), (32, 2), (64, 3)])
+def test_every_request_gets_as_much_of_the_time_as_another(num_single: int, most: int) -> None:
+    """Beside a single one it may double the steps, beside 4 add a quarter; and always a little more."""
+    scheduler = scheduler_of()
+    add_single(scheduler, num_single)
+    scheduler.add(make_request("eight", 20, 500, n=8), 0.0)
+    for _ in range(200):
+        step(scheduler)
+    assert num_running(scheduler, "eight") == most
+    if num_single:
+        alone_s, now_s = (COSTS.seconds(StepWork(count, 0.0, count, 0.0)) for count in (num_single, num_single + most))
+        assert now_s <= (1 + 1 / num_single + 0.04) * alone_s
+
+
+def test_all_of_them_are_answered_one_after_the_other() -> None:
+    scheduler = scheduler_of()
+    add_single(scheduler, 16, max_tokens=2000)
+    scheduler.add(make_request("eight", 20, 5, n=8), 0.0)
+    ended: list[int] = []
+    for _ in range(150):
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        events = scheduler.commit(plan, result_of(plan), 0.02)
+        ended += [event.index for event in events if event.request_id == "eight" and event.finish_reason]
+        scheduler.check_invariants()
+    assert ended == list(range(8))
+    assert scheduler.progress("eight") == () and scheduler.stats().num_waiting == 0
+
+
+def test_requests_of_several_samples_alone_run_all_of_them() -> None:
+    scheduler = scheduler_of()
+    for number in range(4):
+        scheduler.add(make_request(str(number), 20, 500, n=8), 0.0)
+    for _ in range(40):
+        step(scheduler)
+    assert scheduler.stats().num_running == 32
+
+
+@pytest.mark.parametrize(("objective", "tpot_s"), [("throughput", None), ("balanced", 10.0)])
+def test_for_throughput_and_within_a_target_nobody_is_held_back(objective: Objective, tpot_s: float | None) -> None:
+    scheduler = scheduler_of(objective, tpot_s)
+    add_single(scheduler, 31)
+    scheduler.add(make_request("eight", 20, 500, n=8), 0.0)
+    for _ in range(40):
+        step(scheduler)
+    assert scheduler.stats().num_running == 39
+
+
+def test_background_samples_are_not_held_and_hold_nobody_back() -> None:
+    scheduler = scheduler_of()
+    background = ServiceTerms(is_background=True)
+    scheduler.add(make_request("many", 20, 500, n=8, terms=background), 0.0)
+    for number in range(31):
+        scheduler.add(make_request(str(number), 20, 500, terms=background), 0.0)
+    scheduler.add(make_request("eight", 20, 500, n=8), 0.0)
+    for _ in range(60):
+        step(scheduler)
+    assert num_running(scheduler, "many") == num_running(scheduler, "eight") == 8
+
+
+def test_held_samples_end_when_their_request_is_aborted_or_out_of_time() -> None:
+    for ending in ("abort", "timeout", "stop"):
+        scheduler = scheduler_of()
+        add_single(scheduler, 31)
+        terms = ServiceTerms(timeout_s=5.0)
+        sequences = scheduler.add(make_request("eight", 20, 500, n=8, terms=terms), 0.0)
+        for _ in range(5):
+            step(scheduler)
+        if ending == "abort":
+            scheduler.abort("eight")
+        elif ending == "timeout":
+            scheduler.expire(6.0)
+        else:
+            for index in reversed(range(8)):  # those held first
+                scheduler.stop("eight", index)
+                scheduler.check_invariants()
+        scheduler.check_invariants()
+        assert all(s.state is SequenceState.FINISHED for s in sequences)
+        for _ in range(3):
+            step(scheduler)
+        assert scheduler.stats().num_running == 31 and scheduler.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("costs", [{}, {"step_fixed_s": 6e-3, "step_token_s": 6e-4, "step_row_s": 6e-4}])
+def test_a_static_batch_has_all_samples_in_it(costs: dict[str, float]) -> None:
+    recipe = SchedulerRecipe(
+        max_num_seqs=16, max_num_batched_tokens=512, max_model_len=100, num_kv_blocks=100, batching="static", **costs
+    )
+    scheduler = recipe.make()
+    scheduler.add(make_request("single", 20, 9), 0.0)
+    scheduler.add(make_request("eight", 20, 9, n=8), 0.0)
+    assert run_step(scheduler)[0].num_rows == 9
