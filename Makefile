@@ -92,7 +92,6 @@ evidence-lm-eval: ## lm-evaluation-harness against /v1/completions, its scores b
 
 evidence-schemathesis: ## schemathesis against the OpenAPI document of a live server: no 5xx (about 10 minutes)
 	@scripts/setup.sh dev
-	@test -f build/schemathesis/.stamp || { python3 -m venv build/schemathesis && build/schemathesis/bin/pip install --quiet -r benchmarks/schemathesis-requirements.txt && touch build/schemathesis/.stamp; }
 	@PYTHONPATH=tests scripts/env.sh $(PYTHON_VENV) benchmarks/schemathesis_run.py $(ARGS)
 
 evidence-schemas: ## answers to every JSON schema of the tests, judged by jsonschema (about 2 minutes)

@@ -36,6 +36,7 @@ def reachable(root: object) -> set[type]:
 ENDINGS = {
     "is whole": "incomplete",
     "fails": "failed",
+    "meets a bug": "failed",
     "has no reader": "cancelled",
     "ends as its reader leaves": "cancelled",
 }
@@ -57,6 +58,10 @@ def test_an_ended_response_keeps_neither_its_prompt_tokens_nor_what_read_its_ans
         live.last()
     elif ending == "fails":
         live.failure(EngineStoppedError("the engine is not running"))
+    elif ending == "meets a bug":
+        with pytest.raises(AttributeError):
+            live.chunks([None])  # type: ignore[list-item]
+        assert "its log" in live.object()["error"]["message"]
     elif ending == "ends as its reader leaves":
         live.last()
     live.close()

@@ -165,6 +165,16 @@ class LiveResponse:
         return self._written([{"type": f"response.{name}", "response": shown} for name in ("created", "in_progress")])
 
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
+        try:
+            return self._written(self._news(deltas))
+        except RopewayError:
+            raise  # the caller tells of it
+        except Exception:
+            self._error = {"code": "server_error", "message": "the server failed; its log tells why"}
+            self._finish("failed")
+            raise
+
+    def _news(self, deltas: Sequence[Delta]) -> list[Event]:
         assert self._choices is not None, "a delta after the last"
         events: list[Event] = []
         for delta in deltas:
@@ -176,7 +186,7 @@ class LiveResponse:
                 if news.reasoning and not (news.text or news.calls):
                     self._num_reasoning_tokens += len(delta.token_ids)
             self._finish_reason = delta.finish_reason or self._finish_reason
-        return self._written(events)
+        return events
 
     def last(self) -> bytes:
         # No reason: it was closed in the very step that ended it.
