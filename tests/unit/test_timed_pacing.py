@@ -199,7 +199,7 @@ def test_what_does_not_fit_one_token_is_saved_until_it_does() -> None:
     """A token far into a long prompt may cost more than a step has left; its turn comes, and nobody overtakes it."""
     costs = StepCosts(1e-3, 1e-4, 1e-4, 1e-5, 0.0)
     subject = pacing(costs)
-    load = StepLoad(1, 1, 100, 0)
+    load = StepLoad(1, 1, 100, 0, num_prompts=1)
     num_steps = 0
     while not subject.begin_step(load, 0.0).num_prefill_tokens(1000):  # 10 ms, of 1.3 ms a step
         num_steps += 1

@@ -128,9 +128,13 @@ class Scheduler:
         for sequence in padding:
             builder.add_padding(sequence)
         self._sampled = [*roster.decodes.sequences.values(), *padding]
-        builder.begin_prefills(self._pacing.begin_step(self._load(builder, now_s), now_s))
-        self._prefilled = self._boarding.plan_prefills(builder, max_num_running, num_running_before)
-        self._sampled += [s for s in self._prefilled if s.num_computed_tokens == s.num_tokens]
+        if roster.prefilling or len(self._line):
+            builder.begin_prefills(self._pacing.begin_step(self._load(builder, now_s), now_s))
+            self._prefilled = self._boarding.plan_prefills(builder, max_num_running, num_running_before)
+            self._sampled += [s for s in self._prefilled if s.num_computed_tokens == s.num_tokens]
+        else:
+            self._pacing.begin_step(StepLoad(builder.num_rows, builder.num_context_tokens), now_s)
+            self._prefilled = []
         return self._launch(builder, now_s)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[SequenceEvent]:

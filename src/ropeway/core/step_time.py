@@ -132,11 +132,11 @@ class StepTimeModel:
         self._num_outliers = 0  # in a row; negative where steps were faster
         self.costs = prior
 
-    def observe(self, work: StepWork, step_s: float) -> None:
-        """Learn from a step of `work` that took step_s seconds."""
+    def observe(self, work: StepWork, step_s: float) -> float:
+        """Learn from a step of `work` that took step_s seconds; what was predicted for it."""
         predicted_s = self.costs.seconds(work)
         if predicted_s <= 0.0 or not 0.0 < step_s < math.inf:
-            return
+            return predicted_s
         multiples, scales = self._multiples, self._scales
         m0, m1, m2, m3, m4, m5 = multiples
         amounts = _amounts(work)
@@ -157,25 +157,26 @@ class StepTimeModel:
             g0 + drift * m0, g1 + drift * m1, g2 + drift * m2, g3 + drift * m3, g4 + drift * m4, g5 + drift * m5
         )  # fmt: skip
         total = spread + drift + self._noise
+        h0, h1, h2, h3, h4, h5 = [gain / total for gain in gains]
         self._covariance = [
             [
-                c0 + m * m0 - g * g0 / total,
-                c1 + m * m1 - g * g1 / total,
-                c2 + m * m2 - g * g2 / total,
-                c3 + m * m3 - g * g3 / total,
-                c4 + m * m4 - g * g4 / total,
-                c5 + m * m5 - g * g5 / total,
+                c0 + m * m0 - g * h0,
+                c1 + m * m1 - g * h1,
+                c2 + m * m2 - g * h2,
+                c3 + m * m3 - g * h3,
+                c4 + m * m4 - g * h4,
+                c5 + m * m5 - g * h5,
             ]
             for (c0, c1, c2, c3, c4, c5), m, g in zip(
                 self._covariance, [drift * m for m in multiples], gains, strict=True
             )
         ]
-        step = error / total
         self._multiples = [
-            m0 + g0 * step, m1 + g1 * step, m2 + g2 * step, m3 + g3 * step, m4 + g4 * step, m5 + g5 * step
+            m0 + h0 * error, m1 + h1 * error, m2 + h2 * error, m3 + h3 * error, m4 + h4 * error, m5 + h5 * error
         ]  # fmt: skip
         self._bound()
         self.costs = StepCosts(*map(mul, self._multiples, scales))
+        return predicted_s
 
     def _common_drift(self, error: float, limit: float) -> float:
         """The drift to allow for: far more than usual where outliers keep coming from one side: the speed changed."""

@@ -193,19 +193,9 @@ class TimedPacing:
     def begin_step(self, load: StepLoad, now_s: float) -> TimeBudget:
         if self._end_s is not None and load.num_rows:
             self._gap_s += (min(max(0.0, now_s - self._end_s), MAX_GAP_S) - self._gap_s) / 32
-        costs = self._model.costs
-        decode_s = costs.seconds(_decodes(load))
-        limit_s = self._limit_s(load, decode_s)
-        is_steered = self._targets.ttft_s is None and limit_s == self._stretched_s(decode_s)
-        self._undisturbed_s = self._undisturbed.share * decode_s if is_steered else None
-        left_s, saved_s = limit_s, 0.0
-        if load.num_rows:
-            saved_s = self._saved_s
-            left_s = max(0.0, limit_s - decode_s) + saved_s
-        if self._is_looking(load):
-            self._left_s, left_s, saved_s = saved_s, 0.0, 0.0  # what is saved stays so
-        else:
-            self._left_s = left_s
+        self._left_s = left_s = saved_s = 0.0
+        if load.num_prompts or self._targets.tpot_s is not None:
+            left_s, saved_s = self._room_s(load)
         self._begin_s, self._load = now_s, load
         room = StepRoom(
             left_s,
@@ -214,8 +204,24 @@ class TimedPacing:
             num_places=self._num_places(load),
             num_layers=self._num_layers,
         )
-        self._budget = TimeBudget(costs, load, room)
+        self._budget = TimeBudget(self._model.costs, load, room)
         return self._budget
+
+    def _room_s(self, load: StepLoad) -> tuple[float, float]:
+        """Seconds for prompts beside the decodes of a step, and how many of them were saved for it."""
+        decode_s = self._model.costs.seconds(_decodes(load))
+        limit_s = self._limit_s(load, decode_s)
+        is_steered = self._targets.ttft_s is None and limit_s == self._stretched_s(decode_s)
+        self._undisturbed_s = self._undisturbed.share * decode_s if is_steered else None
+        left_s, saved_s = limit_s, 0.0
+        if load.num_rows:
+            saved_s = self._saved_s
+            left_s = max(0.0, limit_s - decode_s) + saved_s
+        if self._is_looking(load):
+            self._left_s = saved_s  # what is saved stays so
+            return 0.0, 0.0
+        self._left_s = left_s
+        return left_s, saved_s
 
     def _is_looking(self, load: StepLoad) -> bool:
         """Whether this step holds decodes alone, though prompts wait, to see what they take."""
@@ -274,13 +280,12 @@ class TimedPacing:
     def on_computed(self, plan: StepPlan, step_s: float) -> None:
         assert self._budget is not None, "a step that was not begun"
         load, work = self._load, self._budget.work
-        predicted_s = self._model.costs.seconds(work)
+        predicted_s = self._model.observe(work, step_s)
         if load.num_rows:
             self._undisturbed.observe(predicted_s, step_s, is_alone=work.num_tokens == load.num_rows)
         self._is_in_wave = plan.layer_slice is not None and not plan.layer_slice.is_last
         self._tally.predicted_s += predicted_s
         self._tally.achieved_s += step_s
-        self._model.observe(work, step_s)
         self._end_s = self._begin_s + step_s if load.num_rows else None
         num_prefilled = work.num_tokens - load.num_rows
         self._saved_s = self._left_s if self._budget.is_short else 0.0
