@@ -115,6 +115,11 @@ class AsyncEngine:
         return self._thread.stats
 
     @property
+    def held_s(self) -> float:
+        """Seconds for which steps were held for requests to come, in all."""
+        return self._thread.held_s
+
+    @property
     def utilization(self) -> Utilization | None:
         """How the engine's time is used; None where the backend does not count."""
         return self._thread.utilization

@@ -18,6 +18,7 @@ from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent
 from ropeway.core.stats import SequenceProgress
 from ropeway.engine.engine import Engine
+from ropeway.engine.follow_ups import FollowUps
 from ropeway.engine.target_log import TargetLog
 from ropeway.engine.utilization import CallMeter, Utilization
 from ropeway.errors import RopewayError
@@ -91,12 +92,20 @@ class EngineThread:
     deliver: called on the engine thread with each news; it must not block.
     stats, last_step_s: as of the end of the last turn, and when that was (time.monotonic()).
     has_failed_last: the newest step could not be computed.
-    utilization: None where the backend does not count.
+    utilization: None where the backend does not count. held_s: for which steps were held for requests to come, in all.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[StepNews], None], meter: CallMeter | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[StepNews], None],
+        meter: CallMeter | None = None,
+        follow_ups: FollowUps | None = None,
+    ) -> None:
         self._engine = engine
         self._deliver = deliver
+        self._follow_ups = follow_ups or FollowUps()
+        self.held_s = 0.0
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ropeway-engine", daemon=True)
         self.stats = engine.stats()
@@ -154,15 +163,17 @@ class EngineThread:
         """Obeys the inbox, runs one step, reports. False when told to close."""
         engine = self._engine
         orders = _Orders()
-        start_s = time.monotonic() if self._may_step else None  # else the inbox is where the thread sleeps
+        start_s, held_before_s = (time.monotonic() if self._may_step else None), self.held_s
         is_open = self._obey_inbox(orders)
-        if start_s is None:
+        if start_s is None:  # the inbox is where the thread slept
             start_s = time.monotonic()
+        start_s += self.held_s - held_before_s
         events = orders.events
         started: Sequence[str] = ()
         has_stepped, step_start_s = is_open and self._may_step, time.monotonic()
         if has_stepped:
-            events += engine.step()
+            stepped = engine.step()
+            events += stepped
             started = engine.take_started_ids()
         elif self._is_paused:
             events += engine.expire()
@@ -177,6 +188,8 @@ class EngineThread:
         if events or started or orders.has_news:
             told = (events, orders.accepted_ids, started, orders.rejected, orders.progress)
             self._deliver(StepNews(now_s, step_start_s, *told))
+        if has_stepped and engine.has_work and not stats.num_waiting and not stats.num_preempted:
+            self._follow_ups.on_step(self._num_ended(stepped), now_s - step_start_s, time.monotonic())
         if has_stepped and not engine.has_work and now_s >= self._next_check_s and self._inbox.empty():
             engine.check_invariants()
             self._next_check_s = now_s + IDLE_CHECK_INTERVAL_S
@@ -189,15 +202,29 @@ class EngineThread:
     def _may_step(self) -> bool:
         return self._engine.has_work and not self._is_paused
 
+    def _num_ended(self, events: Sequence[SequenceEvent]) -> int:
+        """Requests that these events end."""
+        ended = {event.request_id for event in events if event.finish_reason is not None}
+        return sum([not self._engine.progress(request_id) for request_id in ended])
+
     def _obey_inbox(self, orders: _Orders) -> bool:
-        is_blocking = not self._may_step
-        timeout_s = PAUSED_CHECK_INTERVAL_S if self._engine.has_work else None
+        """Sleeps until there is something to do, or as long as the next step is held. False when told to close."""
+        is_idle = not self._may_step
+        idle_s = PAUSED_CHECK_INTERVAL_S if self._engine.has_work else None
         while True:
+            before_s = time.monotonic()
+            hold_s = 0.0 if is_idle else self._follow_ups.left_s(before_s)
             try:
-                message = self._inbox.get(block=is_blocking, timeout=timeout_s)
+                message = self._inbox.get(is_idle or hold_s > 0.0, idle_s if is_idle else hold_s)
             except queue.Empty:
+                message = None
+            if hold_s:
+                self.held_s += time.monotonic() - before_s
+            if message is None:
+                if hold_s:
+                    continue  # it is over
                 return True
-            is_blocking = False
+            is_idle = False
             if isinstance(message, _Close):
                 return False
             self._obey(message, orders)
@@ -206,6 +233,7 @@ class EngineThread:
         engine = self._engine
         match message:
             case _Submit(request):
+                self._follow_ups.on_arrival()
                 try:
                     engine.submit(request)
                 except RopewayError as error:

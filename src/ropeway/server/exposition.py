@@ -55,6 +55,9 @@ class EngineCollector(Collector):
         )
         yield self._counter("engine_steps", "Forward passes.", stats.num_steps)
         yield self._counter("engine_failed_steps", "Forward passes that failed.", stats.num_failed_steps)
+        yield self._counter(
+            "engine_held_seconds", "For which steps were held for requests about to come.", self._llm.engine.held_s
+        )
         yield self._counter("request_timeouts", "Sequences that ran into a limit of their time.", stats.num_timeouts)
         waiting = GaugeMetricFamily(
             "ropeway:waiting_reason", "Why the first in line waits: 1 for the reason.", labels=["model_name", "reason"]
