@@ -28,14 +28,14 @@ def main() -> int:
     document |= {
         "exit_code": run.exit_code,
         "num_cases": run.num_cases,
-        "summary": run.printed[run.printed.index("SUMMARY") :].splitlines()[1:],
+        "summary": run.printed.partition("SUMMARY")[2].splitlines()[1:],
         "num_failed_steps": run.num_failed_steps,
         "num_tracebacks": run.num_tracebacks,
     }
     path = result_path(document)
     save(path, document)
     print(json.dumps(document["summary"], ensure_ascii=False), path)
-    return 0 if run.is_good else 1
+    return 0 if run.is_good and run.num_cases else 1
 
 
 if __name__ == "__main__":

@@ -117,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = shape.make()
         self.model = PlanModel(shape.num_blocks, shape.block_size, shape.num_groups, shape.budget, shape.max_num_seqs)
         self.model.is_first_come, self.model.has_prefix_cache = shape.is_first_come, shape.has_prefix_cache
+        self.model.is_kept = self.scheduler._roster.turns.is_kept
 
     def _call(self, method: str, *args: Any) -> Any:
         outcome = getattr(self.scheduler, method)(*args)

@@ -40,7 +40,7 @@ class GatedBackend(FakeBackend):
 
 
 def engine_on(backend: FakeBackend, **options: Any) -> Engine:
-    config = EngineConfig(num_kv_blocks=NUM_BLOCKS, max_num_batched_tokens=64, max_num_seqs=8, **options)
+    config = EngineConfig(**{"num_kv_blocks": NUM_BLOCKS, "max_num_batched_tokens": 64, "max_num_seqs": 8, **options})
     model = ModelFacts(name="fake", context_length=400, kv_bytes_per_token=4, weights_bytes=0)
     return make_engine(backend, scheduler_recipe(resolve(config, model, 1 << 40)))
 

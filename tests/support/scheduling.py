@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -94,7 +95,7 @@ class PlanModel:
     tables have slots for what is computed; no block is granted while another sequence holds it; the budget is never
     exceeded; the slices of a row come in order, in steps that follow one another; who is preempted does not board in
     the same step, and somebody computes; one terminal event per sequence, and nothing after it. Where it is_first_come,
-    nobody boards before an older sequence that waits; only as many are
+    nobody boards before an older sequence that waits, unless that is_kept back from the line; only as many are
     preempted as must be, the youngest, never the oldest.
     With a prefix cache sequences share blocks, start behind what was found, and let others pass; what the blocks hold
     is for FakeBackend to check.
@@ -107,6 +108,7 @@ class PlanModel:
     max_num_seqs: int
     is_first_come: bool = True
     has_prefix_cache: bool = False
+    is_kept: Callable[[Sequence], bool] = lambda sequence: False
     tracks: dict[int, Track] = field(default_factory=dict)
     by_name: dict[tuple[str, int], Track] = field(default_factory=dict)
     wave: tuple[int, int, int, LayerSlice] | None = None  # sequence, start, tokens and slice of the last plan's
@@ -209,7 +211,7 @@ class PlanModel:
         boarding = [i for i in plan.sequence_ids if not self.tracks[i].holds_memory]
         for track in self.unfinished if boarding and self.is_first_come and not self.has_prefix_cache else ():
             sequence_id = track.sequence.sequence_id
-            if sequence_id < max(boarding):
+            if sequence_id < max(boarding) and not self.is_kept(track.sequence):
                 assert sequence_id in rows or track.holds_memory, "a younger sequence boarded first"
 
     def _grant(self, plan: StepPlan) -> None:

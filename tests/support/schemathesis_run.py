@@ -26,8 +26,9 @@ class SchemathesisRun:
 
     @property
     def num_cases(self) -> int:
-        (num_cases,) = re.findall(r"(\d+) generated", self.printed)
-        return int(num_cases)
+        """Requests made; 0 where it did not come so far."""
+        found = re.search(r"(\d+) generated", self.printed)
+        return int(found[1]) if found else 0
 
     @property
     def is_good(self) -> bool:
@@ -48,6 +49,6 @@ def run_schemathesis(max_examples: int, seed: int) -> SchemathesisRun:
                 "--phases", "examples,coverage,fuzzing", "--exclude-path", "/pause", "--request-timeout", "60",
                 "--no-color",
             ]  # fmt: skip
-            ran = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+            ran = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=3600)
             num_failed_steps, log = server.metric("engine_failed_steps_total"), server.log()
     return SchemathesisRun(ran.returncode, ran.stdout + ran.stderr, num_failed_steps, log.count("Traceback"))

@@ -21,11 +21,12 @@ def test_a_step_is_held_until_as_many_have_come_as_were_answered() -> None:
     follow_ups = FollowUps(hold_share=0.25)
     assert hold_s(follow_ups, num_ended=0) == 0.0
     assert hold_s(follow_ups, num_ended=2) == pytest.approx(0.005)
-    follow_ups.on_arrival()
+    follow_ups.on_arrival(4.999)  # sent while the step ran: it follows none of them
+    follow_ups.on_arrival(5.001)
     assert 0.0 < follow_ups.left_s(5.002) < 0.004
-    follow_ups.on_arrival()
+    follow_ups.on_arrival(5.002)
     assert follow_ups.left_s(5.002) == 0.0
-    follow_ups.on_arrival()  # nobody was waiting for it
+    follow_ups.on_arrival(5.002)  # nobody was waiting for it
     assert follow_ups.left_s(5.002) == 0.0
 
 
@@ -54,7 +55,7 @@ def test_who_comes_in_time_again_is_waited_for_again() -> None:
     holds = []
     for number in range(100, 1000):
         holds.append(hold_s(follow_ups, now_s=float(number)) > 0.0)
-        follow_ups.on_arrival()
+        follow_ups.on_arrival(float(number))
     assert not all(holds[:100]) and all(holds[-400:])
 
 
@@ -65,7 +66,7 @@ def test_half_of_them_are_enough() -> None:
     for number in range(300):
         holds.append(hold_s(follow_ups, num_ended=4, now_s=float(number)) > 0.0)
         for _ in range(3):
-            follow_ups.on_arrival()
+            follow_ups.on_arrival(float(number))
         follow_ups.left_s(number + 0.5)
     assert all(holds)
 
@@ -119,3 +120,27 @@ def test_while_others_wait_no_step_is_held() -> None:
     assert has_answered.wait(20)
     thread.close()
     assert thread.join(10)
+
+
+def test_no_step_is_held_where_nobody_could_board() -> None:
+    for options in ({"batching": "static"}, {"max_num_seqs": 2}):
+        backend = GatedBackend()
+        engine = engine_on(backend, **options)
+        has_answered = threading.Event()
+
+        def deliver(each: StepNews, has_answered: threading.Event = has_answered) -> None:
+            if any(event.request_id == "long" and event.finish_reason for event in each.events):
+                has_answered.set()
+
+        thread = EngineThread(engine, deliver, follow_ups=FollowUps(hold_share=1e6, max_hold_s=30.0))
+        backend.gate.clear()
+        thread.start()
+        thread.submit(request("first", 2))
+        thread.submit(request("long", 30))
+        if "max_num_seqs" in options:
+            thread.submit(request("next", 40))  # takes the place of the first
+        backend.gate.set()
+        assert has_answered.wait(20)
+        assert thread.held_s < 1.0
+        thread.close()
+        assert thread.join(10)

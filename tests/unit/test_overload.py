@@ -70,6 +70,7 @@ def test_tokens_that_wait_are_bounded_but_not_what_one_prompt_may_have() -> None
         scheduler.add(make_request("short", 1, 1), 0.0)
     scheduler.abort("long")
     scheduler.add(make_request("twice", 5, 1, n=2), 0.0)
+    run_step(scheduler)  # both join the line
     with pytest.raises(OverloadedError, match="10 tokens wait"):
         scheduler.add(make_request("short", 1, 1), 0.0)
 

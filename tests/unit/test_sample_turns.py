@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.kv_manager import KVManager
+from ropeway.core.limits import QueueLimits
 from ropeway.core.params import ServiceTerms
 from ropeway.core.plan import StepPlan
+from ropeway.core.policy import FirstComeFirstServed, Policy
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
-from ropeway.core.sequence import SequenceState
+from ropeway.core.sequence import Sequence, SequenceState
 from ropeway.core.step_time import StepCosts, StepWork
 from ropeway.core.timed_pacing import Objective, PacingTargets, TimedPacing
+from ropeway.core.waiting_line import WaitingLine
 from support.scheduling import make_request, result_of, run_step
 
 COSTS = StepCosts(6e-3, 6e-4, 6e-4, 0.0, 6e-4)  # a step of 5 decodes takes twice the fixed part
 
 
-def scheduler_of(objective: Objective = "balanced", tpot_s: float | None = None, max_num_seqs: int = 256) -> Scheduler:
+def scheduler_of(
+    objective: Objective = "balanced",
+    tpot_s: float | None = None,
+    max_num_seqs: int = 256,
+    make_policy: Callable[[], Policy] = FirstComeFirstServed,
+) -> Scheduler:
     targets = PacingTargets(max_num_tokens=2048, objective=objective, tpot_s=tpot_s)
     return Scheduler(
-        SchedulerLimits(max_num_seqs, 2048, 100_000), KVManager([20_000], 16), pacing=TimedPacing(targets, COSTS)
+        SchedulerLimits(max_num_seqs, 2048, 100_000),
+        KVManager([20_000], 16),
+        line=WaitingLine(make_policy),
+        pacing=TimedPacing(targets, COSTS),
     )
 
 
@@ -154,3 +169,102 @@ def test_a_static_batch_has_all_samples_in_it(costs: dict[str, float]) -> None:
     scheduler.add(make_request("single", 20, 9), 0.0)
     scheduler.add(make_request("eight", 20, 9, n=8), 0.0)
     assert run_step(scheduler)[0].num_rows == 9
+
+
+def test_extra_samples_are_those_of_all_requests_in_turn() -> None:
+    scheduler = scheduler_of()
+    add_single(scheduler, 1)
+    for name in ("first", "second"):
+        scheduler.add(make_request(name, 20, 500, n=64), 0.0)
+    for _ in range(60):
+        step(scheduler)
+    first, second = num_running(scheduler, "first"), num_running(scheduler, "second")
+    assert first >= second >= first - 1 > 3
+
+
+def test_the_last_sample_of_a_request_is_one_like_any_other() -> None:
+    """It gives the account no room for the extra samples of another."""
+    scheduler = scheduler_of()
+    add_single(scheduler, 10)
+    for number in range(20):
+        scheduler.add(make_request(f"two {number}", 20, 500, n=2), 0.0)
+        scheduler.stop(f"two {number}", 0)
+    scheduler.add(make_request("many", 20, 500, n=128), 0.0)
+    for _ in range(60):
+        step(scheduler)
+    assert num_running(scheduler, "many") <= 3
+
+
+@pytest.mark.parametrize(
+    "terms", [{"tenant": "b"}, {"user": "somebody else"}, {"priority": -100}], ids=lambda terms: next(iter(terms))
+)
+def test_requests_of_another_account_or_priority_keep_nobody_back(terms: dict[str, Any]) -> None:
+    scheduler = scheduler_of()
+    add_single(scheduler, 31)
+    scheduler.add(make_request("eight", 20, 500, n=8, terms=ServiceTerms(**terms)), 0.0)
+    for _ in range(20):
+        step(scheduler)
+    assert num_running(scheduler, "eight") == 8
+
+
+@pytest.mark.parametrize("max_num_seqs", [8, 16])
+def test_where_places_are_scarce_the_policy_decides(max_num_seqs: int) -> None:
+    """Two tenants who want more than there is get as much of it, one with many requests and one with many samples."""
+    scheduler = scheduler_of(max_num_seqs=max_num_seqs, make_policy=VirtualTokenCounters)
+    tokens = {"a": 0, "b": 0}
+    for number in range(100):
+        scheduler.add(make_request(f"a {number}", 20, 20, terms=ServiceTerms(tenant="a")), 0.0)
+    for number in range(4):
+        scheduler.add(make_request(f"b {number}", 20, 20, terms=ServiceTerms(tenant="b")), 0.0)
+    scheduler.add(make_request("b", 20, 20, n=60, terms=ServiceTerms(tenant="b")), 0.0)
+    for _ in range(80):
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        for event in scheduler.commit(plan, result_of(plan), 0.02):
+            tokens[event.request_id[0]] += len(event.token_ids)
+        scheduler.check_invariants()
+    assert tokens["a"] == pytest.approx(tokens["b"], rel=0.25), tokens
+
+
+def test_a_sample_waits_for_its_first_token_from_when_it_joins_the_line() -> None:
+    """Else its turn would count as a wait for which a TTFT target stretches steps, and be counted as missed."""
+    pacing = TimedPacing(PacingTargets(max_num_tokens=2048, ttft_s=2.0), COSTS)
+    scheduler = Scheduler(SchedulerLimits(256, 2048, 100_000), KVManager([20_000], 16), pacing=pacing)
+    add_single(scheduler, 31)
+    scheduler.add(make_request("eight", 20, 60, n=8), 0.0)
+    now_s, longest_s = 0.0, 0.0
+    for number in range(400):
+        plan = scheduler.plan(now_s)
+        assert plan is not None
+        step_s = COSTS.seconds(StepWork(sum(plan.num_tokens), 0.0, sum(plan.is_sampled), 0.0))
+        longest_s = max(longest_s, step_s if number > 10 else 0.0)
+        now_s += step_s
+        scheduler.commit(plan, result_of(plan), now_s)
+    stats = scheduler.stats().pacing
+    assert stats is not None and stats.num_first_tokens == stats.num_in_ttft == 39
+    assert longest_s < 0.09
+
+
+def test_samples_kept_back_fill_no_queue() -> None:
+    targets = PacingTargets(max_num_tokens=2048)
+    limits = SchedulerLimits(256, 2048, 100_000, QueueLimits(max_num_tokens=3000))
+    scheduler = Scheduler(limits, KVManager([20_000], 16), pacing=TimedPacing(targets, COSTS))
+    add_single(scheduler, 31)
+    for _ in range(20):
+        step(scheduler)
+    scheduler.add(make_request("eight", 370, 500, n=8), 0.0)
+    for _ in range(20):
+        step(scheduler)
+    assert scheduler.stats().num_waiting >= 5
+    for name in ("x", "y", "z"):
+        scheduler.add(make_request(name, 370, 5), 0.0)
+
+
+def test_only_the_first_sample_of_a_tenant_makes_it_a_newcomer() -> None:
+    policy = VirtualTokenCounters()
+    first, second = (Sequence(number, make_request("a", 4, 4, n=2), number) for number in range(2))
+    policy.push(first, 0.0)
+    assert policy.pop() is first and policy.key(first)[0] == 0
+    policy.on_finished(first)
+    policy.push(second, 0.0)
+    assert policy.key(second)[0] == 2

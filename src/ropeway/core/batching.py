@@ -13,7 +13,7 @@ class Batching(Protocol):
 
     admission: the memory a sequence needs to board.
     is_padded: finished sequences that are retained are computed on, as padding.
-    has_turns: samples of one request take turns beside other requests.
+    samples_take_turns: those of one request, beside other requests.
     """
 
     @property
@@ -23,7 +23,7 @@ class Batching(Protocol):
     def is_padded(self) -> bool: ...
 
     @property
-    def has_turns(self) -> bool: ...
+    def samples_take_turns(self) -> bool: ...
 
     def may_board(self, num_running_before: int, num_tokens_left: int) -> bool:
         """Whether one more may board in this step.
@@ -39,7 +39,7 @@ class ContinuousBatching:
     """Sequences board at any step that has tokens left for them, and leave at the step that finished them."""
 
     is_padded = False
-    has_turns = True
+    samples_take_turns = True
 
     def __init__(self, admission: Admission | None = None) -> None:
         self.admission: Admission = admission or OptimisticAdmission()
@@ -59,7 +59,7 @@ class StaticBatching:
     A cancelled or failed member frees its memory at once, but its place stays empty.
     """
 
-    has_turns = False
+    samples_take_turns = False
 
     def __init__(self, *, is_padded: bool = False) -> None:
         self.admission: Admission = ReserveAdmission()

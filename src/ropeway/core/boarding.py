@@ -20,6 +20,8 @@ class Boarding:
     Nobody overtakes one that cannot board; only one that would compute what another is computing lets others pass.
     One whose long prompt took a whole step comes last in the next: of two steps it has one, as of one step half.
     A wave goes on in every step, before any other prompt; it is dropped where its sequence was preempted or has ended.
+
+    is_crowded: in the last plan somebody in line lacked a place or memory.
     """
 
     def __init__(self, roster: Roster, line: WaitingLine, kv: KVManager, batching: Batching) -> None:
@@ -27,6 +29,7 @@ class Boarding:
         self._line = line
         self._kv = kv
         self._batching = batching
+        self.is_crowded = False
         self._wave: Wave | None = None  # under way
         self._giving_way_id: int | None = None  # of the sequence whose long prompt took the last step
 
@@ -42,6 +45,7 @@ class Boarding:
         prefilling = line.in_order(others.values())
         prefilling.reverse()
         is_boarding = True
+        self.is_crowded = False
         while True:
             newcomer = line.first() if is_boarding else None
             if newcomer is not None and not (prefilling and line.key(prefilling[-1]) < line.key(newcomer)):
@@ -50,6 +54,7 @@ class Boarding:
                     builder.add_prefill(roster.board(), goes_first=line.goes_first(newcomer))
                     continue
                 newcomer.waiting_reason = reason
+                self.is_crowded |= reason is WaitingReason.CAPACITY
                 is_boarding = reason is WaitingReason.DEFERRED and self._defer(newcomer)
             elif prefilling:
                 sequence = prefilling.pop()

@@ -166,7 +166,7 @@ class VirtualTokenCounters:
         tenant = self._tenants.open(terms.tenant, Tenant)
         tenant.cost_factor = 1.0 / terms.weight
         user = tenant.users.open(terms.user, partial(User, tenant=tenant))
-        seat = Seat(tenant, user, is_newcomer=tenant.num_unfinished == 1)
+        seat = Seat(tenant, user, is_newcomer=tenant.num_unfinished == 1 and not sequence.index)
         self._seats[sequence.sequence_id] = seat
         return seat
 

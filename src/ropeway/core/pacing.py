@@ -18,7 +18,7 @@ class StepLoad(NamedTuple):
 
     num_rows, of one token each, which attend to num_context_tokens positions in all, are in it whatever else is.
     num_prefilling_tokens: yet to be computed for sequences that prefill; num_prefilled_tokens: computed for them.
-    num_queued_tokens: yet to be computed for those that wait.
+    num_queued_tokens: yet to be computed for those in line.
     longest_wait_s: since the first of these arrived, in policy order. num_prompts: sequences that prefill or wait, as
     far as there are places for them.
     """
@@ -83,10 +83,10 @@ class Pacing(Protocol):
     def max_num_running(self) -> int:
         """Most sequences that may run: no more than a step has room to decode."""
 
-    def num_extra_samples(self, num_single: int, num_shared: int) -> int:
+    def num_extra_samples(self, num_single: int, num_multiple: int) -> int:
         """How many samples, beyond the first of each request, may be under way.
 
-        num_single: requests with n = 1 that run or would; num_shared: with more. The promise is made to the first.
+        num_single: requests of one sample that run or would; num_multiple: of more. The promise is made to the former.
         """
 
     def begin_step(self, load: StepLoad, now_s: float) -> StepBudget:
@@ -118,7 +118,7 @@ class FixedTokenBudget:
     def max_num_running(self) -> int:
         return self._num_tokens  # so decodes never use up the budget that a prefill waits for
 
-    def num_extra_samples(self, num_single: int, num_shared: int) -> int:
+    def num_extra_samples(self, num_single: int, num_multiple: int) -> int:
         return MAX_COUNT
 
     def begin_step(self, load: StepLoad, now_s: float) -> StepBudget:

@@ -37,7 +37,7 @@ class Roster:
         self.preempted_now_ids: set[int] = set()  # since the step being planned began
         self.ending_token_ids: dict[int, int] = {}
         self.num_preempted = 0  # of those in line
-        self.num_queued_tokens = 0  # known tokens of those in line or held back from it
+        self.num_queued_tokens = 0  # known tokens of those in line or kept back from it
         self.num_queued_background_tokens = 0  # of which background sequences have so many
         self.num_running_background = 0
         self.num_preemptions = 0
@@ -56,6 +56,11 @@ class Roster:
     def num_unstarted_interactive(self) -> int:
         """Requests none of whose sequences has run, but for background ones."""
         return len(self._requests) - len(self._started_ids) - self._num_unstarted_background
+
+    @property
+    def num_line_tokens(self) -> int:
+        """Known tokens of those in line."""
+        return self.num_queued_tokens - self.turns.num_kept_tokens
 
     def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
         """The sequences of a request in use; empty for others."""
@@ -91,10 +96,15 @@ class Roster:
         self.preempted_now_ids.clear()
         self._newly_started_ids = []
 
-    def take_turns(self, num_extra: int, now_s: float) -> None:
-        """Samples held back join the line: of each request one, and so many more in all."""
-        for sequence in self.turns.release(num_extra):
+    def join_line(self, sequences: Iterable[Sequence], now_s: float) -> None:
+        """Samples that were kept back from it."""
+        for sequence in sequences:
+            sequence.joined_s = now_s
             self.line.push(sequence, now_s)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request has an unfinished sequence."""
+        return request_id in self._requests
 
     def board(self) -> Sequence:
         """The first of the line runs, with the blocks that the admission grants it."""
@@ -159,21 +169,21 @@ class Roster:
             )
             self._forget_ending(sequence.request)
             self._started_ids.discard(request_id)
-        was_held = self.turns.discard(sequence)
+        was_kept = self.turns.discard(sequence)
         is_running = sequence.state is SequenceState.RUNNING
         if is_running:
             self._leave_batch(sequence)
         else:
             self.num_preempted -= sequence.state is SequenceState.PREEMPTED
             self._count_queued(sequence, -1)
-            if not was_held:
+            if not was_kept:
                 self.line.remove(sequence)
         if is_running and is_retained:
             sequence.state = SequenceState.RETAINED
             self.retained[sequence_id] = sequence
         else:
             self._release(sequence)
-        if not was_held:
+        if not was_kept:
             self.line.on_finished(sequence)
         if self.retained and not self.running:  # the batch is over
             for retained in self.retained.values():
@@ -248,7 +258,7 @@ class Roster:
             assert is_preempted or sequence.state is SequenceState.WAITING, f"{sequence.state.value}, and nowhere"
             assert not sequence.num_computed_tokens and not sequence.num_slots, "a waiting sequence holds memory"
             assert bool(sequence.num_preemptions) == is_preempted, "preempted, or not, against its count"
-        self.line.check_invariants([s for s in waiting if not self.turns.is_held(s)])
+        self.line.check_invariants([s for s in waiting if not self.turns.is_kept(s)])
         assert self.num_preempted == sum(s.state is SequenceState.PREEMPTED for s in waiting), "preempted miscounted"
         assert self.num_queued_tokens == sum(s.num_tokens for s in waiting), "tokens in line miscounted"
         self._check_background(waiting)

@@ -1,114 +1,175 @@
 """Which samples of requests with n > 1 may join the line. Knows no memory, budgets or policies.
 
-A request is one, however many samples it asks for: beside others its samples take turns.
+Beside other requests of the same account a request is one, however many samples it asks for: they take turns. Whom an
+account serves is its own matter, so between accounts, and where places are scarce, the policy decides alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from ropeway.core.sequence import Sequence
 
+AccountKey = tuple[str, str | None, int]  # tenant, user, priority
+
 
 class SampleTurns:
-    """Of each request one sample is under way, in line or running, from its arrival until the last has ended; the
-    others are held back until there is room for extra ones, first come first served, or their turn comes.
+    """Of each request one sample is under way, in line or running, from its arrival until the last has ended. The
+    others are kept back until there is room for extra ones, of the requests in turn, or theirs is the next.
 
-    Background samples are never held: they make way for others anyhow.
-
-    num_single: requests with n = 1 that are unfinished. num_shared: others that are. Background ones count in neither.
-    num_held, num_held_tokens: samples held back, and the tokens of their prompts.
+    Background samples never are: they make way for others anyhow.
+    num_kept, num_kept_tokens: samples kept back, and the tokens of their prompts.
     """
 
     def __init__(self) -> None:
-        self.num_single = 0
-        self._num_under_way: dict[str, int] = {}  # request id -> samples that have joined and not ended
-        self._held: dict[str, deque[Sequence]] = {}
-        self._due: dict[str, None] = {}  # requests with none under way and some held, in order
-        self.num_held = 0
-        self.num_held_tokens = 0
-        self._num_extra = 0  # under way, beyond the first of each request
+        self.num_kept = 0
+        self.num_kept_tokens = 0
+        self._accounts: dict[AccountKey, _Account] = {}  # with unfinished requests
+        self._keeping: dict[AccountKey, _Account] = {}  # of these, those that keep samples back
+        self._standings: dict[str, _Standing] = {}  # of unfinished requests with n > 1
 
-    @property
-    def num_shared(self) -> int:
-        return len(self._num_under_way)
-
-    def is_held(self, sequence: Sequence) -> bool:
-        return sequence in self._held.get(sequence.request_id, ())
+    def is_kept(self, sequence: Sequence) -> bool:
+        standing = self._standings.get(sequence.request_id)
+        return standing is not None and sequence in standing.account.kept.get(sequence.request_id, ())
 
     def add(self, sequences: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
         """The sequences of a new request; those that join the line now."""
-        request = sequences[0].request
-        if request.terms.is_background:
+        first = sequences[0]
+        if first.request.terms.is_background:
             return sequences
+        key = _key(first)
+        account = self._accounts.setdefault(key, _Account())
         if len(sequences) == 1:
-            self.num_single += 1
+            account.num_single += 1
             return sequences
-        self._num_under_way[request.request_id] = 1
-        self._held[request.request_id] = deque(sequences[1:])
+        account.num_multiple += 1
+        account.kept[first.request_id] = deque(sequences[1:])
+        self._keeping[key] = account
+        self._standings[first.request_id] = _Standing(account, len(sequences))
         for sequence in sequences[1:]:
-            self._count_held(sequence, 1)
+            self._count_kept(sequence, 1)
         return sequences[:1]
 
-    def release(self, num_extra: int) -> list[Sequence]:
-        """Those that join the line now, where so many samples beyond the first of each request may be under way."""
-        released = [self._release(request_id) for request_id in list(self._due)]
-        while self._held and self._num_extra < num_extra:
-            self._num_extra += 1
-            released.append(self._release(next(iter(self._held))))
+    def release(self, num_extra: Callable[[int, int], int]) -> list[Sequence]:
+        """Those that join the line now.
+
+        num_extra: of an account with so many requests of one unfinished sample and so many of more, how many samples
+        may be under way beyond the first of each request.
+        """
+        released = []
+        for key, account in list(self._keeping.items()):
+            released += [self._take(account, request_id) for request_id in list(account.due)]
+            most = num_extra(account.num_single, account.num_multiple)
+            while account.kept and account.num_extra < most:
+                released.append(self._take(account, next(iter(account.kept))))
+            if not account.kept:
+                del self._keeping[key]
         return released
 
     def discard(self, sequence: Sequence) -> bool:
-        """A sequence ended; whether it was held back."""
-        request_id = sequence.request_id
+        """A sequence ended; whether it was kept back."""
         if sequence.request.terms.is_background:
             return False
-        if request_id not in self._num_under_way:
-            self.num_single -= 1
-            return False
-        was_held = self.is_held(sequence)
-        if was_held:
-            self._held[request_id].remove(sequence)
-            self._count_held(sequence, -1)
+        key, request_id = _key(sequence), sequence.request_id
+        account, standing = self._accounts[key], self._standings.get(request_id)
+        was_kept = self.is_kept(sequence)
+        if standing is None:
+            account.num_single -= 1
         else:
-            self._num_under_way[request_id] -= 1
-            self._num_extra -= self._num_under_way[request_id] > 0
-        if not self._num_under_way[request_id]:
-            if request_id in self._held:
-                self._due[request_id] = None
-            else:
-                del self._num_under_way[request_id]
-                self._due.pop(request_id, None)
-        return was_held
+            self._discard_sample(sequence, standing, was_kept=was_kept)
+        if not account.kept:
+            self._keeping.pop(key, None)
+        if not account.num_single and not account.num_multiple:
+            del self._accounts[key]
+        return was_kept
+
+    def _discard_sample(self, sequence: Sequence, standing: _Standing, *, was_kept: bool) -> None:
+        account, request_id = standing.account, sequence.request_id
+        if was_kept:
+            samples = account.kept[request_id]
+            samples.remove(sequence)
+            if not samples:
+                del account.kept[request_id]
+            self._count_kept(sequence, -1)
+        else:
+            standing.num_under_way -= 1
+            account.num_extra -= standing.num_under_way > 0
+        standing.num_unfinished -= 1
+        if standing.num_unfinished == 1:
+            account.num_multiple -= 1
+            account.num_single += 1
+        if not standing.num_unfinished:
+            account.num_single -= 1
+            account.due.pop(request_id, None)
+            del self._standings[request_id]
+        elif not standing.num_under_way:
+            account.due[request_id] = None
 
     def check_invariants(self, unfinished: Iterable[Sequence]) -> None:
         """Check that every sample of an unfinished request is counted where it is. Raises AssertionError."""
-        unfinished = [s for s in unfinished if not s.request.terms.is_background]
-        shared = [s for s in unfinished if s.request.params.n > 1]
-        assert self.num_single == len(unfinished) - len(shared), "requests of one sample miscounted"
-        held = [s for samples in self._held.values() for s in samples]
-        assert len(held) == self.num_held and all([s in shared for s in held]), "held samples miscounted"
-        assert self.num_held_tokens == sum(s.num_prompt_tokens for s in held), "tokens held back miscounted"
-        assert all(self._held.values()), "a request holds back nobody"
-        under_way = dict.fromkeys([s.request_id for s in shared], 0)
-        for sequence in shared:
-            under_way[sequence.request_id] += sequence not in held
-        assert under_way == self._num_under_way, "samples under way miscounted"
-        due = [request_id for request_id, num in under_way.items() if not num]
-        assert sorted(due) == sorted(self._due), "a request with none under way has no turn, or another has"
-        assert self._num_extra == sum(max(0, num - 1) for num in under_way.values()), "extra samples miscounted"
+        by_request: dict[str, list[Sequence]] = {}
+        for sequence in unfinished:
+            if not sequence.request.terms.is_background:
+                by_request.setdefault(sequence.request_id, []).append(sequence)
+        kept = [s for account in self._accounts.values() for samples in account.kept.values() for s in samples]
+        assert len(kept) == self.num_kept and all([s in by_request[s.request_id] for s in kept]), "kept miscounted"
+        assert self.num_kept_tokens == sum(s.num_prompt_tokens for s in kept), "tokens kept back miscounted"
+        expected: dict[AccountKey, list[int]] = {}  # requests of one sample, of more, samples that are extra
+        for samples in by_request.values():
+            counts = expected.setdefault(_key(samples[0]), [0, 0, 0])
+            counts[len(samples) > 1] += 1
+            num_under_way = sum(s not in kept for s in samples)
+            counts[2] += max(0, num_under_way - 1)
+            is_due = samples[0].request_id in self._accounts[_key(samples[0])].due
+            assert is_due == (not num_under_way), "a request with none under way has no turn, or another has"
+        counted = {key: [a.num_single, a.num_multiple, a.num_extra] for key, a in self._accounts.items()}
+        assert counted == expected, "requests of one sample or of more miscounted, or the samples under way"
+        assert {key for key, account in self._accounts.items() if account.kept} == self._keeping.keys(), "not kept"
 
-    def _release(self, request_id: str) -> Sequence:
-        sequence = self._held[request_id].popleft()
-        self._count_held(sequence, -1)
-        self._due.pop(request_id, None)
-        self._num_under_way[request_id] += 1
+    def _take(self, account: _Account, request_id: str) -> Sequence:
+        """The next sample of a request; of the others it comes last then."""
+        samples = account.kept.pop(request_id)
+        sequence = samples.popleft()
+        if samples:
+            account.kept[request_id] = samples
+        self._count_kept(sequence, -1)
+        standing = self._standings[request_id]
+        account.num_extra += standing.num_under_way > 0
+        standing.num_under_way += 1
+        account.due.pop(request_id, None)
         return sequence
 
-    def _count_held(self, sequence: Sequence, sign: int) -> None:
-        """A sequence is held (1), or is so no longer (-1)."""
-        self.num_held += sign
-        self.num_held_tokens += sign * sequence.num_prompt_tokens
-        if not self._held[sequence.request_id]:
-            del self._held[sequence.request_id]
+    def _count_kept(self, sequence: Sequence, sign: int) -> None:
+        """A sequence is kept back (1), or is so no longer (-1)."""
+        self.num_kept += sign
+        self.num_kept_tokens += sign * sequence.num_prompt_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """num_single: requests with one unfinished sample; num_multiple: with more. num_extra: samples under way beyond the
+    first of each request. kept: samples kept back, by request, the next to be asked first. due: requests with none
+    under way.
+    """
+
+    num_single: int = 0
+    num_multiple: int = 0
+    num_extra: int = 0
+    kept: OrderedDict[str, deque[Sequence]] = field(default_factory=OrderedDict)
+    due: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Standing:
+    """Of a request with n > 1: its unfinished samples, and how many of them are under way."""
+
+    account: _Account
+    num_unfinished: int
+    num_under_way: int = 1
+
+
+def _key(sequence: Sequence) -> AccountKey:
+    terms = sequence.request.terms
+    return terms.tenant, terms.user, terms.priority

@@ -78,6 +78,16 @@ class Scheduler:
         return self._limits.queue
 
     @property
+    def may_board(self) -> bool:
+        """Whether a sequence that arrived now would find a place, and nobody before it in line."""
+        num_running = len(self._roster.running)
+        return not len(self._line) and num_running < self._max_num_running and self._batching.may_board(num_running, 1)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request has an unfinished sequence."""
+        return self._roster.is_open(request_id)
+
+    @property
     def has_work(self) -> bool:
         """Whether a sequence is unfinished; then `plan` has something to compute."""
         return bool(self._roster.sequences)
@@ -114,7 +124,7 @@ class Scheduler:
         if not roster.sequences:
             return None
         roster.begin_step()
-        if roster.turns.num_held:
+        if roster.turns.num_kept:
             self._take_turns(now_s)
         self._line.begin_step()
         max_num_running, num_running_before = self._max_num_running, len(roster.running)
@@ -132,7 +142,7 @@ class Scheduler:
             builder.begin_prefills(self._pacing.begin_step(self._load(builder, now_s), now_s))
             self._prefilled = self._boarding.plan_prefills(builder, max_num_running, num_running_before)
             self._sampled += [s for s in self._prefilled if s.num_computed_tokens == s.num_tokens]
-        else:
+        else:  # what was planned of prompts is computed: the pacing is told, and has nothing to be asked
             self._pacing.begin_step(StepLoad(builder.num_rows, builder.num_context_tokens), now_s)
             self._prefilled = []
         return self._launch(builder, now_s)
@@ -259,7 +269,7 @@ class Scheduler:
         num_blocks, num_free_blocks = self._kv.num_blocks, self._kv.num_free_blocks
         return EngineStats(
             num_running=len(roster.running),
-            num_waiting=len(self._line) + roster.turns.num_held - roster.num_preempted,
+            num_waiting=len(self._line) + roster.turns.num_kept - roster.num_preempted,
             num_preempted=roster.num_preempted,
             num_blocks=num_blocks,
             num_free_blocks=num_free_blocks,
@@ -284,10 +294,10 @@ class Scheduler:
 
     def _check_room(self, request: Request) -> None:
         roster, num_prompt_tokens = self._roster, len(request.prompt_token_ids)
-        num_queued_tokens = roster.num_queued_tokens - roster.num_queued_background_tokens
+        num_queued_tokens = roster.num_line_tokens - roster.num_queued_background_tokens
         num_new_tokens = num_prompt_tokens * request.params.n
         self._limits.queue.check(roster.num_unstarted_interactive, num_queued_tokens, self._num_places, num_new_tokens)
-        self._pacing.check_arrival(num_prompt_tokens, num_queued_tokens - roster.turns.num_held_tokens)
+        self._pacing.check_arrival(num_prompt_tokens, num_queued_tokens)
 
     @property
     def _num_places(self) -> int:
@@ -307,20 +317,27 @@ class Scheduler:
     # -- plan, in order ------------------------------------------------------------------------------------------------
 
     def _take_turns(self, now_s: float) -> None:
-        """Of requests with n > 1, let as many samples join the line as the pacing has room for beside the others."""
-        turns, num_extra = self._roster.turns, MAX_COUNT
-        if self._batching.has_turns:
-            num_single = min(turns.num_single, self._max_num_running)
-            num_extra = self._pacing.num_extra_samples(num_single, turns.num_shared)
-        self._roster.take_turns(num_extra, now_s)
+        """Of requests with n > 1, let as many samples join the line as the pacing has room for beside the others.
+
+        All of them where places or memory are scarce: the batch grows no longer by one more, and who takes whose place
+        is for the policy to say.
+        """
+        max_num_running, is_crowded = self._max_num_running, bool(len(self._line)) and self._boarding.is_crowded
+
+        def num_extra(num_single: int, num_multiple: int) -> int:
+            if is_crowded or not self._batching.samples_take_turns:
+                return MAX_COUNT
+            return self._pacing.num_extra_samples(min(num_single, max_num_running), num_multiple)
+
+        self._roster.join_line(self._roster.turns.release(num_extra), now_s)
 
     def _load(self, builder: PlanBuilder, now_s: float) -> StepLoad:
         prefilling = self._roster.prefilling.values()
         num_prefilling_tokens = sum([s.num_tokens - s.num_computed_tokens for s in prefilling])
         num_prefilled_tokens = sum([s.num_computed_tokens for s in prefilling])
         first = self._line.first()
-        longest_wait_s = 0.0 if first is None else now_s - first.arrival_s
-        num_queued_tokens = self._roster.num_queued_tokens - self._roster.turns.num_held_tokens
+        longest_wait_s = 0.0 if first is None else now_s - first.joined_s
+        num_queued_tokens = self._roster.num_line_tokens
         num_places = max(0, self._max_num_running - builder.num_rows)
         return StepLoad(
             num_rows=builder.num_rows,

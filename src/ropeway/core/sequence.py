@@ -50,7 +50,8 @@ class Sequence:
     num_prefill_tokens: tokens known when it was last admitted, or will be; below them it prefills, then it decodes.
     num_recompute_tokens: positions below this were computed before, and lost by preemption.
     num_slots: cache slots its blocks hold. block_ids: one block table per cache group. is_announced: it was in a plan.
-    arrival_s, first_token_s: when it was added, and got its first token, on the clock of whoever drives the scheduler.
+    arrival_s, joined_s, first_token_s: when it was added, first joined the line, and got its first token, on the clock
+    of whoever drives the scheduler.
     rank: its place in an order that never changes, given once by its policy. waiting_reason: while it waits.
     num_cached_tokens: of its prompt, how many the prefix cache held when it first boarded.
     block_hashes: of its full blocks, as far as known and, behind the prompt, computed; kept when it is preempted.
@@ -66,6 +67,7 @@ class Sequence:
     index: int
     arrival_s: float = 0.0
     request_id: str = field(init=False)
+    joined_s: float = field(init=False)
     num_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
     num_tokens_to_attend: int = field(init=False, default=0)
@@ -92,6 +94,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
+        self.joined_s = self.arrival_s
         self.rank = (0.0, self.sequence_id)
         self.num_prompt_tokens = self.num_tokens = self.num_prefill_tokens = len(self.request.prompt_token_ids)
         self.max_num_tokens = self.num_prompt_tokens + self.request.max_tokens

@@ -59,6 +59,10 @@ class StepCosts:
             return seconds + self.token_s * num_tokens
         return seconds + self.token_s * KNEE_TOKENS + self.later_token_s * (num_tokens - KNEE_TOKENS)
 
+    def decode_s(self, num_positions: float) -> float:
+        """What one decode that attends to so many positions adds to a step, below the knee."""
+        return self.token_s + self.row_s + (self.pair_s + self.read_s) * num_positions
+
     def num_chunk_tokens(self, work: StepWork, start: int, left_s: float, *, is_more: bool = False) -> int:
         """The longest chunk behind `start` computed positions that adds at most left_s to a step of `work`.
 

@@ -148,6 +148,7 @@ class TimedPacing:
         self._tally = _Tally()
         self._line = _LineRate()
         self._load = StepLoad(0, 0, 0)
+        self._num_positions = 0.0  # that a decode attends to, in the mean of the last step that had some
         self._budget: TimeBudget | None = None
         self._begin_s = 0.0
         self._end_s: float | None = None  # of the last step, where it had decodes
@@ -160,16 +161,16 @@ class TimedPacing:
     def max_num_running(self) -> int:
         return self._targets.max_num_tokens
 
-    def num_extra_samples(self, num_single: int, num_shared: int) -> int:
-        """As many as make a step of decodes no longer than (1 + num_shared / num_single + sample_share) times what it
-        would take for the single ones alone: each request gets as much of the time as another.
+    def num_extra_samples(self, num_single: int, num_multiple: int) -> int:
+        """As many as make a step of decodes no longer than (1 + num_multiple / num_single + sample_share) times what it
+        would take for the single ones alone: those of several samples get, together, the time of as many others.
         """
         share = self._stretch.sample_share
         if share is None or not num_single or self._targets.tpot_s is not None:
             return MAX_COUNT
         costs = self._model.costs
-        num_fixed = costs.fixed_s / max(_one_decode_s(self._load, costs), 1e-12)  # decodes that take as long
-        return int(num_shared / num_single * num_fixed + share * (num_fixed + num_single))
+        num_fixed = costs.fixed_s / max(costs.decode_s(self._num_positions), 1e-12)  # decodes that take as long
+        return int(num_multiple / num_single * num_fixed + share * (num_fixed + num_single))
 
     def check_arrival(self, num_tokens: int, num_queued_tokens: int) -> None:
         ttft_s = self._targets.ttft_s
@@ -195,7 +196,10 @@ class TimedPacing:
     def begin_step(self, load: StepLoad, now_s: float) -> TimeBudget:
         if self._end_s is not None and load.num_rows:
             self._gap_s += (min(max(0.0, now_s - self._end_s), MAX_GAP_S) - self._gap_s) / 32
+        if load.num_rows:
+            self._num_positions = load.num_context_tokens / load.num_rows
         self._left_s = left_s = saved_s = 0.0
+        self._undisturbed_s = None
         if load.num_prompts or self._targets.tpot_s is not None:
             left_s, saved_s = self._room_s(load)
         self._begin_s, self._load = now_s, load
@@ -277,7 +281,7 @@ class TimedPacing:
         if tpot_s is None or not load.num_rows:
             return self._targets.max_num_tokens
         left_s = DECODE_SHARE * self._step_target_s(tpot_s) - costs.fixed_s
-        return max(1, int(left_s / max(_one_decode_s(load, costs), 1e-12)))
+        return max(1, int(left_s / max(costs.decode_s(self._num_positions), 1e-12)))
 
     def on_computed(self, plan: StepPlan, step_s: float) -> None:
         assert self._budget is not None, "a step that was not begun"
@@ -301,7 +305,7 @@ class TimedPacing:
     def on_first_token(self, sequence: Sequence, now_s: float) -> None:
         self._tally.num_first_tokens += 1
         ttft_s = self._targets.ttft_s
-        self._tally.num_in_ttft += ttft_s is None or now_s - sequence.arrival_s <= ttft_s
+        self._tally.num_in_ttft += ttft_s is None or now_s - sequence.joined_s <= ttft_s
 
     def on_finished(self, sequence: Sequence, now_s: float) -> None:
         num_gaps = sequence.num_generated_tokens - 1
@@ -348,12 +352,6 @@ def _decodes(load: StepLoad, num_joining: int = 0) -> StepWork:
     """The decodes of a step alone, or with so many more that just begin."""
     num_rows = load.num_rows + num_joining
     return StepWork(num_rows, load.num_context_tokens, num_rows, load.num_context_tokens)
-
-
-def _one_decode_s(load: StepLoad, costs: StepCosts) -> float:
-    """What one of the decodes of a step adds to it."""
-    num_positions = load.num_context_tokens / load.num_rows if load.num_rows else 0.0
-    return costs.token_s + costs.row_s + (costs.pair_s + costs.read_s) * num_positions
 
 
 class _LineRate:

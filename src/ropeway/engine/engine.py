@@ -60,6 +60,15 @@ class Engine:
         return self._scheduler.has_work
 
     @property
+    def may_board(self) -> bool:
+        """Whether a sequence that arrived now would find a place, and nobody before it in line."""
+        return self._scheduler.may_board
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request has an unfinished sequence."""
+        return self._scheduler.is_open(request_id)
+
+    @property
     def max_model_len(self) -> int:
         """The effective context: the most prompt + max_tokens that is accepted."""
         return self._scheduler.max_model_len

@@ -34,6 +34,7 @@ PAUSED_CHECK_INTERVAL_S = 0.25
 @dataclass(frozen=True, slots=True)
 class _Submit:
     request: Request
+    sent_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        self._inbox.put(_Submit(request))
+        self._inbox.put(_Submit(request, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
         """Ends a request with `abort`; nothing happens where it has ended already."""
@@ -163,11 +164,10 @@ class EngineThread:
         """Obeys the inbox, runs one step, reports. False when told to close."""
         engine = self._engine
         orders = _Orders()
-        start_s, held_before_s = (time.monotonic() if self._may_step else None), self.held_s
+        had_work, start_s, held_before_s = self._may_step, time.monotonic(), self.held_s
         is_open = self._obey_inbox(orders)
-        if start_s is None:  # the inbox is where the thread slept
-            start_s = time.monotonic()
-        start_s += self.held_s - held_before_s
+        # Where there was no work, the inbox is where the thread slept.
+        start_s = start_s + self.held_s - held_before_s if had_work else time.monotonic()
         events = orders.events
         started: Sequence[str] = ()
         has_stepped, step_start_s = is_open and self._may_step, time.monotonic()
@@ -188,8 +188,10 @@ class EngineThread:
         if events or started or orders.has_news:
             told = (events, orders.accepted_ids, started, orders.rejected, orders.progress)
             self._deliver(StepNews(now_s, step_start_s, *told))
-        if has_stepped and engine.has_work and not stats.num_waiting and not stats.num_preempted:
-            self._follow_ups.on_step(self._num_ended(stepped), now_s - step_start_s, time.monotonic())
+        if has_stepped and engine.has_work and engine.may_board:
+            ended = {event.request_id for event in stepped if event.finish_reason is not None}
+            num_ended = sum([not engine.is_open(request_id) for request_id in ended])
+            self._follow_ups.on_step(num_ended, now_s - step_start_s, time.monotonic())
         if has_stepped and not engine.has_work and now_s >= self._next_check_s and self._inbox.empty():
             engine.check_invariants()
             self._next_check_s = now_s + IDLE_CHECK_INTERVAL_S
@@ -202,38 +204,45 @@ class EngineThread:
     def _may_step(self) -> bool:
         return self._engine.has_work and not self._is_paused
 
-    def _num_ended(self, events: Sequence[SequenceEvent]) -> int:
-        """Requests that these events end."""
-        ended = {event.request_id for event in events if event.finish_reason is not None}
-        return sum([not self._engine.progress(request_id) for request_id in ended])
-
     def _obey_inbox(self, orders: _Orders) -> bool:
-        """Sleeps until there is something to do, or as long as the next step is held. False when told to close."""
-        is_idle = not self._may_step
-        idle_s = PAUSED_CHECK_INTERVAL_S if self._engine.has_work else None
-        while True:
-            before_s = time.monotonic()
-            hold_s = 0.0 if is_idle else self._follow_ups.left_s(before_s)
-            try:
-                message = self._inbox.get(is_idle or hold_s > 0.0, idle_s if is_idle else hold_s)
-            except queue.Empty:
-                message = None
-            if hold_s:
-                self.held_s += time.monotonic() - before_s
-            if message is None:
-                if hold_s:
-                    continue  # it is over
-                return True
-            is_idle = False
+        """Obeys what is there and what comes while the next step is held; sleeps where there is nothing to do.
+
+        False when told to close.
+        """
+        message = self._next_message() if self._may_step else self._first_message()
+        while message is not None:
             if isinstance(message, _Close):
                 return False
             self._obey(message, orders)
+            message = self._next_message()
+        return True
+
+    def _first_message(self) -> _Message | None:
+        """Sleeps until there is one; None where requests that must not run may be out of time."""
+        try:
+            return self._inbox.get(timeout=PAUSED_CHECK_INTERVAL_S if self._engine.has_work else None)
+        except queue.Empty:
+            return None
+
+    def _next_message(self) -> _Message | None:
+        """One that is there, or comes while the next step is held."""
+        while (hold_s := self._follow_ups.left_s(before_s := time.monotonic())) > 0.0:
+            try:
+                return self._inbox.get(timeout=hold_s)
+            except queue.Empty:
+                pass
+            finally:
+                self.held_s += time.monotonic() - before_s
+        try:
+            return self._inbox.get_nowait()
+        except queue.Empty:
+            return None
 
     def _obey(self, message: _Submit | _Abort | _Stop | _Pause | _Describe, orders: _Orders) -> None:
         engine = self._engine
         match message:
-            case _Submit(request):
-                self._follow_ups.on_arrival()
+            case _Submit(request, sent_s):
+                self._follow_ups.on_arrival(sent_s)
                 try:
                     engine.submit(request)
                 except RopewayError as error:

@@ -25,10 +25,10 @@ class FollowUps:
         self._num_let_pass = 0
         self._num_ended = 0  # by the step before the one that is held
         self._num_awaited = 0  # of them, whose clients have not asked again
-        self._until_s = 0.0
+        self._ended_s = self._until_s = 0.0
 
     def on_step(self, num_ended: int, step_s: float, now_s: float) -> None:
-        """A step ended at now_s, after step_s seconds, and with it so many requests; others go on, and nobody waits."""
+        """A step of step_s seconds ended at now_s, and so many requests with it; others go on, and a place is free."""
         if not num_ended:
             return
         if self._share_in_time < LEAST_IN_TIME:
@@ -37,11 +37,12 @@ class FollowUps:
                 return
             self._num_let_pass = 0
         self._num_ended = self._num_awaited = num_ended
+        self._ended_s = now_s
         self._until_s = now_s + min(self._hold_share * step_s, self._max_hold_s)
 
-    def on_arrival(self) -> None:
-        """A request came."""
-        if self._num_awaited:
+    def on_arrival(self, sent_s: float) -> None:
+        """A request came that was sent at sent_s; before the answers ended, it follows none of them."""
+        if self._num_awaited and sent_s >= self._ended_s:
             self._num_awaited -= 1
             if not self._num_awaited:
                 self._learn()

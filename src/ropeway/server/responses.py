@@ -171,7 +171,10 @@ class LiveResponse:
             raise  # the caller tells of it
         except Exception:
             self._error = {"code": "server_error", "message": "the server failed; its log tells why"}
-            self._finish("failed")
+            try:
+                self._finish("failed")
+            finally:
+                self.end("failed")  # however far the items had come
             raise
 
     def _news(self, deltas: Sequence[Delta]) -> list[Event]:
