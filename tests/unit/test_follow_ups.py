@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from ropeway.core.params import Request
 from ropeway.engine.engine_thread import EngineThread, StepNews
 from ropeway.engine.follow_ups import LEAST_IN_TIME, MAX_HOLD_S, NUM_LET_PASS, FollowUps
 from support.gated_engine import GatedBackend, engine_on, request
@@ -71,76 +74,71 @@ def test_half_of_them_are_enough() -> None:
     assert all(holds)
 
 
+class Held:
+    """An engine thread that holds steps for as long as the test takes. news: all that it delivered."""
+
+    def __init__(self, **options: Any) -> None:
+        self.backend = GatedBackend()
+        self.engine = engine_on(self.backend, **options)
+        self.news: list[StepNews] = []
+        self._has_news = threading.Condition()
+        self.thread = EngineThread(self.engine, self._deliver, follow_ups=FollowUps(hold_share=1e6, max_hold_s=30.0))
+        self.thread.start()
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.thread.close()
+        assert self.thread.join(10)
+
+    def submit_together(self, *requests: Request) -> None:
+        """They are there before the first step ends."""
+        self.backend.gate.clear()
+        for each in requests:
+            self.thread.submit(each)
+        self.backend.gate.set()
+
+    def wait_until(self, is_so: Callable[[StepNews], bool]) -> StepNews:
+        """The first news of which it is so."""
+        with self._has_news:
+            assert self._has_news.wait_for(lambda: any(map(is_so, self.news)), timeout=20)
+            return next(filter(is_so, self.news))
+
+    def wait_for_end(self, request_id: str) -> None:
+        self.wait_until(lambda news: any(e.request_id == request_id and e.finish_reason for e in news.events))
+
+    def _deliver(self, news: StepNews) -> None:
+        with self._has_news:
+            self.news.append(news)
+            self._has_news.notify()
+
+
 def test_a_request_that_follows_an_answer_is_in_the_very_next_step() -> None:
     """However late it is sent, as long as the step is held."""
-    backend = GatedBackend()
-    engine = engine_on(backend)
-    news: list[StepNews] = []
-    has_ended, has_begun = threading.Event(), threading.Event()
-
-    def deliver(each: StepNews) -> None:
-        news.append(each)
-        if any(event.finish_reason for event in each.events):
-            has_ended.set()
-        if "next" in each.started_ids:
-            has_begun.set()
-
-    thread = EngineThread(engine, deliver, follow_ups=FollowUps(hold_share=1e6, max_hold_s=30.0))
-    backend.gate.clear()
-    thread.start()
-    thread.submit(request("short", 2))
-    thread.submit(request("long", 300))
-    backend.gate.set()
-    assert has_ended.wait(10)
-    num_steps = engine.stats().num_steps
-    time.sleep(0.05)
-    assert engine.stats().num_steps == num_steps, "the step is held"
-    thread.submit(request("next", 2))
-    assert has_begun.wait(10)
-    (first,) = [each for each in news if "next" in each.started_ids]
-    assert news[news.index(first) - 1].events[0].finish_reason == "length", "in the step after the end"
-    assert 0.05 <= thread.held_s < 10
-    thread.close()
-    assert thread.join(10)
+    with Held() as held:
+        held.submit_together(request("short", 2), request("long", 300))
+        held.wait_for_end("short")
+        num_steps = held.engine.stats().num_steps
+        time.sleep(0.05)
+        assert held.engine.stats().num_steps == num_steps, "the step is held"
+        held.thread.submit(request("next", 2))
+        first = held.wait_until(lambda news: "next" in news.started_ids)
+        before = held.news[held.news.index(first) - 1]
+        assert before.events[0].finish_reason == "length", "in the step after the end"
+        assert 0.05 <= held.thread.held_s < 10
 
 
-def test_while_others_wait_no_step_is_held() -> None:
-    engine = engine_on(GatedBackend())
-    has_answered = threading.Event()
-
-    def deliver(each: StepNews) -> None:
-        if any(event.request_id == "last" and event.finish_reason for event in each.events):
-            has_answered.set()
-
-    thread = EngineThread(engine, deliver, follow_ups=FollowUps(hold_share=1e6, max_hold_s=30.0))
-    thread.start()
-    for number in range(30):  # eight run at a time
-        thread.submit(request(str(number), 3))
-    thread.submit(request("last", 3))
-    assert has_answered.wait(20)
-    thread.close()
-    assert thread.join(10)
+@pytest.mark.parametrize("options", [{}, {"batching": "static"}], ids=str)
+def test_no_step_is_held_where_others_wait_or_nobody_may_board(options: dict[str, str]) -> None:
+    with Held(**options) as held:
+        held.submit_together(*[request(str(number), 3 + 20 * (number == 30)) for number in range(31)])
+        held.wait_for_end("29")
+        assert held.thread.held_s < 1.0
 
 
-def test_no_step_is_held_where_nobody_could_board() -> None:
-    for options in ({"batching": "static"}, {"max_num_seqs": 2}):
-        backend = GatedBackend()
-        engine = engine_on(backend, **options)
-        has_answered = threading.Event()
-
-        def deliver(each: StepNews, has_answered: threading.Event = has_answered) -> None:
-            if any(event.request_id == "long" and event.finish_reason for event in each.events):
-                has_answered.set()
-
-        thread = EngineThread(engine, deliver, follow_ups=FollowUps(hold_share=1e6, max_hold_s=30.0))
-        backend.gate.clear()
-        thread.start()
-        thread.submit(request("first", 2))
-        thread.submit(request("long", 30))
-        if "max_num_seqs" in options:
-            thread.submit(request("next", 40))  # takes the place of the first
-        backend.gate.set()
-        assert has_answered.wait(20)
-        assert thread.held_s < 1.0
-        thread.close()
-        assert thread.join(10)
+def test_no_step_is_held_where_every_place_is_taken() -> None:
+    with Held(max_num_seqs=2) as held:
+        held.submit_together(request("first", 2), request("long", 30), request("next", 40))
+        held.wait_for_end("long")
+        assert held.thread.held_s < 1.0
