@@ -268,3 +268,53 @@ def test_only_the_first_sample_of_a_tenant_makes_it_a_newcomer() -> None:
     policy.on_finished(first)
     policy.push(second, 0.0)
     assert policy.key(second)[0] == 2
+
+
+def test_places_that_were_scarce_a_while_ago_are_not_so_now() -> None:
+    scheduler = scheduler_of(max_num_seqs=32)
+    add_single(scheduler, 33)
+    scheduler.add(make_request("other", 20, 500, terms=ServiceTerms(tenant="other")), 0.0)
+    for _ in range(5):
+        step(scheduler)
+    scheduler.abort("other")
+    for number in range(20, 33):
+        scheduler.abort(f"single {number}")
+    for _ in range(50):
+        step(scheduler)
+    scheduler.add(make_request("other", 20, 500, terms=ServiceTerms(tenant="other")), 0.0)
+    scheduler.add(make_request("eight", 20, 500, n=8), 0.0)
+    for _ in range(10):
+        step(scheduler)
+    assert num_running(scheduler, "eight") == 2
+
+
+def test_within_one_account_turns_are_taken_where_places_are_scarce_too() -> None:
+    scheduler = scheduler_of(max_num_seqs=40)
+    add_single(scheduler, 31)
+    scheduler.add(make_request("eight", 20, 500, n=8), 0.0)
+    scheduler.add(make_request("many", 20, 500, n=32), 0.0)
+    for _ in range(20):
+        step(scheduler)
+    for number in range(8):
+        scheduler.add(make_request(f"burst {number}", 20, 3), 0.0)
+    for _ in range(20):
+        step(scheduler)
+    assert scheduler.stats().num_running <= 35
+    scheduler.add(make_request("late", 20, 3), 0.0)
+    for _ in range(6):
+        step(scheduler)
+    assert not scheduler.is_open("late"), "it stands behind samples"
+
+
+def test_background_that_lacks_memory_lets_no_sample_out_of_turn() -> None:
+    pacing = TimedPacing(PacingTargets(max_num_tokens=2048), COSTS)
+    scheduler = Scheduler(SchedulerLimits(128, 2048, 100_000), KVManager([400], 16), pacing=pacing)
+    add_single(scheduler, 31, max_tokens=60)
+    scheduler.add(make_request("other", 20, 60, terms=ServiceTerms(tenant="other")), 0.0)
+    for number in range(40):
+        terms = ServiceTerms(is_background=True)
+        scheduler.add(make_request(f"background {number}", 600, 60, terms=terms), 0.0)
+    scheduler.add(make_request("eight", 20, 60, n=8), 0.0)
+    for _ in range(30):
+        step(scheduler)
+    assert num_running(scheduler, "eight") == 2

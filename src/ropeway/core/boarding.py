@@ -21,7 +21,7 @@ class Boarding:
     One whose long prompt took a whole step comes last in the next: of two steps it has one, as of one step half.
     A wave goes on in every step, before any other prompt; it is dropped where its sequence was preempted or has ended.
 
-    is_crowded: in the last plan somebody in line lacked a place or memory.
+    is_crowded: in the last plan somebody in line, no background sequence, lacked a place or memory.
     """
 
     def __init__(self, roster: Roster, line: WaitingLine, kv: KVManager, batching: Batching) -> None:
@@ -54,7 +54,7 @@ class Boarding:
                     builder.add_prefill(roster.board(), goes_first=line.goes_first(newcomer))
                     continue
                 newcomer.waiting_reason = reason
-                self.is_crowded |= reason is WaitingReason.CAPACITY
+                self.is_crowded |= reason is WaitingReason.CAPACITY and not newcomer.request.terms.is_background
                 is_boarding = reason is WaitingReason.DEFERRED and self._defer(newcomer)
             elif prefilling:
                 sequence = prefilling.pop()

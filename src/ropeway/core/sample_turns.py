@@ -1,7 +1,7 @@
 """Which samples of requests with n > 1 may join the line. Knows no memory, budgets or policies.
 
-Beside other requests of the same account a request is one, however many samples it asks for: they take turns. Whom an
-account serves is its own matter, so between accounts, and where places are scarce, the policy decides alone.
+Beside other requests of the same account a request is one, however many samples it asks for: they take turns. Between
+accounts the policy decides, which hears of all samples where these want places or memory that are scarce.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class SampleTurns:
         self._accounts: dict[AccountKey, _Account] = {}  # with unfinished requests
         self._keeping: dict[AccountKey, _Account] = {}  # of these, those that keep samples back
         self._standings: dict[str, _Standing] = {}  # of unfinished requests with n > 1
+
+    @property
+    def num_accounts(self) -> int:
+        """With unfinished requests."""
+        return len(self._accounts)
 
     def is_kept(self, sequence: Sequence) -> bool:
         standing = self._standings.get(sequence.request_id)

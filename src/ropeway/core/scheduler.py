@@ -144,7 +144,7 @@ class Scheduler:
             self._sampled += [s for s in self._prefilled if s.num_computed_tokens == s.num_tokens]
         else:  # what was planned of prompts is computed: the pacing is told, and has nothing to be asked
             self._pacing.begin_step(StepLoad(builder.num_rows, builder.num_context_tokens), now_s)
-            self._prefilled = []
+            self._prefilled, self._boarding.is_crowded = [], False
         return self._launch(builder, now_s)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[SequenceEvent]:
@@ -319,17 +319,18 @@ class Scheduler:
     def _take_turns(self, now_s: float) -> None:
         """Of requests with n > 1, let as many samples join the line as the pacing has room for beside the others.
 
-        All of them where places or memory are scarce: the batch grows no longer by one more, and who takes whose place
-        is for the policy to say.
+        All of them where several accounts want places or memory that are scarce: who gets them is for the policy to
+        say, and an account of which nobody is in line would lose its share.
         """
-        max_num_running, is_crowded = self._max_num_running, bool(len(self._line)) and self._boarding.is_crowded
+        turns, max_num_running = self._roster.turns, self._max_num_running
+        is_contended = self._boarding.is_crowded and turns.num_accounts > 1
 
         def num_extra(num_single: int, num_multiple: int) -> int:
-            if is_crowded or not self._batching.samples_take_turns:
+            if is_contended or not self._batching.samples_take_turns:
                 return MAX_COUNT
             return self._pacing.num_extra_samples(min(num_single, max_num_running), num_multiple)
 
-        self._roster.join_line(self._roster.turns.release(num_extra), now_s)
+        self._roster.join_line(turns.release(num_extra), now_s)
 
     def _load(self, builder: PlanBuilder, now_s: float) -> StepLoad:
         prefilling = self._roster.prefilling.values()

@@ -191,7 +191,7 @@ class EngineThread:
         if has_stepped and engine.has_work and engine.may_board:
             ended = {event.request_id for event in stepped if event.finish_reason is not None}
             num_ended = sum([not engine.is_open(request_id) for request_id in ended])
-            self._follow_ups.on_step(num_ended, now_s - step_start_s, time.monotonic())
+            self._follow_ups.on_step(num_ended, now_s - step_start_s, now_s)
         if has_stepped and not engine.has_work and now_s >= self._next_check_s and self._inbox.empty():
             engine.check_invariants()
             self._next_check_s = now_s + IDLE_CHECK_INTERVAL_S
