@@ -37,7 +37,7 @@ class Roster:
         self.preempted_now_ids: set[int] = set()  # since the step being planned began
         self.ending_token_ids: dict[int, int] = {}
         self.num_preempted = 0  # of those in line
-        self.num_queued_tokens = 0  # known tokens of those in line or kept back from it
+        self.num_queued_tokens = 0  # known tokens of those in line
         self.num_queued_background_tokens = 0  # of which background sequences have so many
         self.num_running_background = 0
         self.num_preemptions = 0
@@ -56,11 +56,6 @@ class Roster:
     def num_unstarted_interactive(self) -> int:
         """Requests none of whose sequences has run, but for background ones."""
         return len(self._requests) - len(self._started_ids) - self._num_unstarted_background
-
-    @property
-    def num_line_tokens(self) -> int:
-        """Known tokens of those in line."""
-        return self.num_queued_tokens - self.turns.num_kept_tokens
 
     def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
         """The sequences of a request in use; empty for others."""
@@ -84,9 +79,7 @@ class Roster:
         self._num_unstarted_background += request.terms.is_background
         for sequence in sequences:
             self.sequences[sequence.sequence_id] = sequence
-            self._count_queued(sequence, 1)
-        for sequence in self.turns.add(sequences):
-            self.line.push(sequence, now_s)
+        self.join_line(self.turns.add(sequences), now_s)
         for token_id in request.stop_token_ids:
             self.ending_token_ids[token_id] = self.ending_token_ids.get(token_id, 0) + 1
         return sequences
@@ -97,9 +90,10 @@ class Roster:
         self._newly_started_ids = []
 
     def join_line(self, sequences: Iterable[Sequence], now_s: float) -> None:
-        """Samples that were kept back from it."""
+        """Those that arrive, and samples that were kept back from it."""
         for sequence in sequences:
             sequence.joined_s = now_s
+            self._count_queued(sequence, 1)
             self.line.push(sequence, now_s)
 
     def is_open(self, request_id: str) -> bool:
@@ -173,11 +167,10 @@ class Roster:
         is_running = sequence.state is SequenceState.RUNNING
         if is_running:
             self._leave_batch(sequence)
-        else:
+        elif not was_kept:
             self.num_preempted -= sequence.state is SequenceState.PREEMPTED
             self._count_queued(sequence, -1)
-            if not was_kept:
-                self.line.remove(sequence)
+            self.line.remove(sequence)
         if is_running and is_retained:
             sequence.state = SequenceState.RETAINED
             self.retained[sequence_id] = sequence
@@ -216,7 +209,7 @@ class Roster:
                 del self.ending_token_ids[token_id]
 
     def _count_queued(self, sequence: Sequence, sign: int) -> None:
-        """A sequence waits (1), or does so no longer (-1)."""
+        """A sequence joins the line (1) or leaves it (-1)."""
         self.num_queued_tokens += sign * sequence.num_tokens
         self.num_queued_background_tokens += sign * sequence.num_tokens * sequence.request.terms.is_background
 
@@ -258,7 +251,8 @@ class Roster:
             assert is_preempted or sequence.state is SequenceState.WAITING, f"{sequence.state.value}, and nowhere"
             assert not sequence.num_computed_tokens and not sequence.num_slots, "a waiting sequence holds memory"
             assert bool(sequence.num_preemptions) == is_preempted, "preempted, or not, against its count"
-        self.line.check_invariants([s for s in waiting if not self.turns.is_kept(s)])
+        waiting = [s for s in waiting if not self.turns.is_kept(s)]
+        self.line.check_invariants(waiting)
         assert self.num_preempted == sum(s.state is SequenceState.PREEMPTED for s in waiting), "preempted miscounted"
         assert self.num_queued_tokens == sum(s.num_tokens for s in waiting), "tokens in line miscounted"
         self._check_background(waiting)

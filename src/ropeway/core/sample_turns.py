@@ -20,12 +20,11 @@ class SampleTurns:
     others are kept back until there is room for extra ones, of the requests in turn, or theirs is the next.
 
     Background samples never are: they make way for others anyhow.
-    num_kept, num_kept_tokens: samples kept back, and the tokens of their prompts.
+    num_kept: samples kept back.
     """
 
     def __init__(self) -> None:
         self.num_kept = 0
-        self.num_kept_tokens = 0
         self._accounts: dict[AccountKey, _Account] = {}  # with unfinished requests
         self._keeping: dict[AccountKey, _Account] = {}  # of these, those that keep samples back
         self._standings: dict[str, _Standing] = {}  # of unfinished requests with n > 1
@@ -53,8 +52,7 @@ class SampleTurns:
         account.kept[first.request_id] = deque(sequences[1:])
         self._keeping[key] = account
         self._standings[first.request_id] = _Standing(account, len(sequences))
-        for sequence in sequences[1:]:
-            self._count_kept(sequence, 1)
+        self.num_kept += len(sequences) - 1
         return sequences[:1]
 
     def release(self, num_extra: Callable[[int, int], int]) -> list[Sequence]:
@@ -97,7 +95,7 @@ class SampleTurns:
             samples.remove(sequence)
             if not samples:
                 del account.kept[request_id]
-            self._count_kept(sequence, -1)
+            self.num_kept -= 1
         else:
             standing.num_under_way -= 1
             account.num_extra -= standing.num_under_way > 0
@@ -120,7 +118,6 @@ class SampleTurns:
                 by_request.setdefault(sequence.request_id, []).append(sequence)
         kept = [s for account in self._accounts.values() for samples in account.kept.values() for s in samples]
         assert len(kept) == self.num_kept and all([s in by_request[s.request_id] for s in kept]), "kept miscounted"
-        assert self.num_kept_tokens == sum(s.num_prompt_tokens for s in kept), "tokens kept back miscounted"
         expected: dict[AccountKey, list[int]] = {}  # requests of one sample, of more, samples that are extra
         for samples in by_request.values():
             counts = expected.setdefault(_key(samples[0]), [0, 0, 0])
@@ -139,17 +136,12 @@ class SampleTurns:
         sequence = samples.popleft()
         if samples:
             account.kept[request_id] = samples
-        self._count_kept(sequence, -1)
+        self.num_kept -= 1
         standing = self._standings[request_id]
         account.num_extra += standing.num_under_way > 0
         standing.num_under_way += 1
         account.due.pop(request_id, None)
         return sequence
-
-    def _count_kept(self, sequence: Sequence, sign: int) -> None:
-        """A sequence is kept back (1), or is so no longer (-1)."""
-        self.num_kept += sign
-        self.num_kept_tokens += sign * sequence.num_prompt_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -294,7 +294,7 @@ class Scheduler:
 
     def _check_room(self, request: Request) -> None:
         roster, num_prompt_tokens = self._roster, len(request.prompt_token_ids)
-        num_queued_tokens = roster.num_line_tokens - roster.num_queued_background_tokens
+        num_queued_tokens = roster.num_queued_tokens - roster.num_queued_background_tokens
         num_new_tokens = num_prompt_tokens * request.params.n
         self._limits.queue.check(roster.num_unstarted_interactive, num_queued_tokens, self._num_places, num_new_tokens)
         self._pacing.check_arrival(num_prompt_tokens, num_queued_tokens)
@@ -338,7 +338,7 @@ class Scheduler:
         num_prefilled_tokens = sum([s.num_computed_tokens for s in prefilling])
         first = self._line.first()
         longest_wait_s = 0.0 if first is None else now_s - first.joined_s
-        num_queued_tokens = self._roster.num_line_tokens
+        num_queued_tokens = self._roster.num_queued_tokens
         num_places = max(0, self._max_num_running - builder.num_rows)
         return StepLoad(
             num_rows=builder.num_rows,

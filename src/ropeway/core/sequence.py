@@ -67,7 +67,7 @@ class Sequence:
     index: int
     arrival_s: float = 0.0
     request_id: str = field(init=False)
-    joined_s: float = field(init=False)
+    joined_s: float = field(init=False, default=0.0)
     num_tokens: int = field(init=False)
     num_computed_tokens: int = field(init=False, default=0)
     num_tokens_to_attend: int = field(init=False, default=0)
@@ -94,7 +94,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
-        self.joined_s = self.arrival_s
         self.rank = (0.0, self.sequence_id)
         self.num_prompt_tokens = self.num_tokens = self.num_prefill_tokens = len(self.request.prompt_token_ids)
         self.max_num_tokens = self.num_prompt_tokens + self.request.max_tokens
