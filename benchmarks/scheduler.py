@@ -31,7 +31,7 @@ from harness.results import new_document, result_path, save
 from ropeway.core.block_pool import BlockPool
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
-from ropeway.core.prefix_index import HASH_BYTES, BlockHasher
+from ropeway.core.prefix_index import HASH_BYTES, TokenHasher
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.step_time import StepCosts, StepWork
 from ropeway.engine.garbage import settled_garbage
@@ -238,7 +238,7 @@ def traced_bytes(num_blocks: int) -> int:
 
 def measure_index(num_blocks: int) -> IndexCost:
     """Fill an index with `num_blocks` different blocks; then use it as sequences of 64 blocks do."""
-    hasher = BlockHasher(BLOCK_SIZE)
+    hasher = TokenHasher(BLOCK_SIZE)
     prompt = tuple(range(64 * BLOCK_SIZE))
     pool = full_pool(num_blocks)
     spent_s = [0.0] * 5

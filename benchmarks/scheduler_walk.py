@@ -22,7 +22,7 @@ from ropeway.core.batching import Batching, ContinuousBatching, StaticBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
-from ropeway.core.prefix_index import BlockHasher
+from ropeway.core.prefix_index import TokenHasher
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.waiting_line import WaitingLine
 from support.schedulers import ADMISSIONS, POLICIES
@@ -49,7 +49,7 @@ class Episode:
         batching: Batching = ContinuousBatching(ADMISSIONS[self.admission]())
         if rng.random() < 0.1:
             batching = StaticBatching(is_padded=rng.random() < 0.5)
-        hasher = BlockHasher(block_size) if rng.random() < 0.5 else None
+        hasher = TokenHasher(block_size) if rng.random() < 0.5 else None
         self._scheduler = Scheduler(
             SchedulerLimits(rng.randint(1, 6), rng.randint(1, 12), self._num_slots),
             KVManager([num_blocks] * rng.randint(1, 2), block_size, hasher),

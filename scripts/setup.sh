@@ -40,7 +40,11 @@ flock 9
 
 digest() { cat "$@" | sha256sum | cut -c1-16; }
 environment="$PWD $("$python" -c 'import sys; print(sys.version, sys.prefix)' 2>/dev/null || true) $(digest pyproject.toml)"
-sources="$environment $(find native CMakeLists.txt src -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt | LC_ALL=C sort | tr '\n' '\0' | xargs -0 sha256sum | sha256sum | cut -c1-16)"
+built_from() {
+  find native CMakeLists.txt -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt
+  find src/ropeway/core src/ropeway/errors.py scripts/compile_core.py -name '*.py'
+}
+sources="$environment $(built_from | LC_ALL=C sort | tr '\n' '\0' | xargs -0 sha256sum | sha256sum | cut -c1-16)"
 
 stamped() { [ -f ".venv/$1.stamp" ] && [ "$(cat ".venv/$1.stamp")" = "$2" ]; }
 stamp() { printf '%s' "$2" >".venv/$1.stamp"; }
@@ -65,7 +69,7 @@ fi
 echo "2/4 build"
 if ! stamped build "$sources"; then
   check_tools
-  echo "    compiling the native module (about a minute)"
+  echo "    compiling the native module and the scheduler (about a minute)"
   pip install --no-deps --no-build-isolation --config-settings=build-dir=build/cmake --editable . ||
     fail "the native module did not build" "read the compiler's message above; $apt"
   stamp build "$sources"

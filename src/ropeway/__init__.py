@@ -12,7 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ropeway._version import __version__
-from ropeway.core.params import SamplingParams
+from ropeway._written_core import choose_core
+
+choose_core()
+from ropeway.core.params import SamplingParams  # noqa: E402
 
 if TYPE_CHECKING:
     from ropeway.config import EngineConfig

@@ -18,7 +18,7 @@ from ropeway.core.admission import OptimisticAdmission
 from ropeway.core.batching import ContinuousBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams
-from ropeway.core.prefix_index import BlockHasher
+from ropeway.core.prefix_index import TokenHasher
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.engine.engine import Engine, EngineStats
 from ropeway.engine.runner import Runner
@@ -103,7 +103,7 @@ def serve(model: Model, requests: Sequence[Request], setting: Setting, isa: str 
         )
     )
     limits = SchedulerLimits(setting.num_at_once, setting.token_budget, MAX_MODEL_LEN)
-    kv = KVManager([setting.num_kv_blocks], 16, BlockHasher(16) if setting.has_prefix_cache else None)
+    kv = KVManager([setting.num_kv_blocks], 16, TokenHasher(16) if setting.has_prefix_cache else None)
     scheduler = Scheduler(limits, kv, batching=ContinuousBatching(OptimisticAdmission()))
     runner = Runner(backend, max_num_seqs=setting.num_at_once, max_model_len=MAX_MODEL_LEN)
     engine = Engine(scheduler, runner, lambda: 0.0)

@@ -16,7 +16,7 @@ from ropeway.core.admission import Admission, OptimisticAdmission, ReserveAdmiss
 from ropeway.core.batching import ContinuousBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
-from ropeway.core.prefix_index import BlockHasher
+from ropeway.core.prefix_index import TokenHasher
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import Sequence
 from ropeway.engine.engine import Engine
@@ -54,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.backend = FragileBackend(num_kv_blocks=num_blocks, block_size=block_size, first_token_id=16)
         context = num_blocks * block_size
         self.context = context
-        kv = KVManager([num_blocks], block_size, BlockHasher(block_size))
+        kv = KVManager([num_blocks], block_size, TokenHasher(block_size))
         limits = SchedulerLimits(4, budget, context)
         self.scheduler = Scheduler(limits, kv, batching=ContinuousBatching(admission))
         self.engine = Engine(self.scheduler, Runner(self.backend, max_num_seqs=4, max_model_len=context), lambda: 0.0)

@@ -11,6 +11,7 @@ from ropeway.core.policy import FirstComeFirstServed
 from ropeway.core.sequence import Sequence
 from support.exhaustive import Arrival, Walk, walk
 from support.schedulers import ADMISSIONS, POLICIES
+from support.stand_in import StandIn
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
@@ -28,8 +29,11 @@ def test_waves_end_whatever_becomes_of_their_sequences(policy: str) -> None:
     assert coverage.num_states > 50 and coverage.num_ends >= 1
 
 
-class Leaking(OptimisticAdmission):
-    """Keeps a block of whoever is aborted."""
+class Leaking(StandIn):
+    """Keeps a block of whoever is aborted; else as OptimisticAdmission."""
+
+    def __init__(self) -> None:
+        super().__init__(OptimisticAdmission())
 
     def on_finished(self, sequence: Sequence) -> None:
         if sequence.finish_reason == "abort" and sequence.block_ids:
@@ -41,8 +45,14 @@ def test_the_walk_sees_a_leak() -> None:
         walk(Walk(POLICIES["fcfs"], Leaking, (Arrival(5, 2),)))
 
 
-class Yielding(FirstComeFirstServed):
-    """Whoever runs makes way for whoever waits, and so on."""
+class Yielding(StandIn):
+    """Whoever runs makes way for whoever waits, and so on; else as FirstComeFirstServed."""
+
+    def __init__(self) -> None:
+        super().__init__(FirstComeFirstServed())
+
+    def __len__(self) -> int:
+        return len(self._original)
 
     def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         return list(running)

@@ -1,17 +1,16 @@
 """Every state that three sequences and six blocks of two tokens can reach: each action at each point, no sampling.
 
 At every state what is accepted, planned, sampled, failed or aborted next branches the walk, so it covers all orders of
-these calls. What must hold: the invariants at every state; a plan wherever there is work (no deadlock); no way back
-to a state on the same path, so every path ends (no livelock, nobody starves); at each end all memory is free (no leak).
+these calls. A state is made anew for each of its successors, by the calls that led to it. What must hold: the
+invariants at every state; a plan wherever there is work (no deadlock); no way back to a state on the same path, so
+every path ends (no livelock, nobody starves); at each end all memory is free (no leak).
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -20,12 +19,10 @@ from ropeway.core.batching import ContinuousBatching
 from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, ServiceTerms
-from ropeway.core.plan import StepResult
+from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.policy import Policy
 from ropeway.core.predictive_admission import MIN_KEPT_STEPS, PredictiveAdmission
-from ropeway.core.prefix_index import PrefixMatch
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
-from ropeway.core.sequence import SequenceState, WaitingReason
 from ropeway.core.waiting_line import WaitingLine
 from support.scheduling import STOP_TOKEN_ID, make_request, sampled_ids
 from support.waves import WavePacing
@@ -64,10 +61,14 @@ class Coverage:
     longest_path: int = 0
 
 
+Call = Callable[[Scheduler], bool]  # on a scheduler; False where nothing came of it
+
+
 @dataclass
 class _Frame:
-    key: bytes | int
-    successors: Iterator[tuple[Scheduler, tuple[Arrival, ...]]]
+    key: int
+    call: Call
+    successors: Iterator[tuple[Call, tuple[Arrival, ...]]]
 
 
 def walk(what: Walk, max_num_states: int | None = None) -> Coverage:
@@ -75,20 +76,12 @@ def walk(what: Walk, max_num_states: int | None = None) -> Coverage:
 
     max_num_states: leave off there, for a short form; then a part of the states was not seen.
     """
-    limits = SchedulerLimits(what.max_num_seqs, TOKEN_BUDGET, NUM_BLOCKS * BLOCK_SIZE)
-    first = Scheduler(
-        limits,
-        KVManager([NUM_BLOCKS], BLOCK_SIZE),
-        line=WaitingLine(what.make_policy, background_share=0.5),
-        batching=ContinuousBatching(what.make_admission()),
-        pacing=WavePacing(TOKEN_BUDGET, max_num_slices=2) if what.makes_waves else None,
-    )
     coverage = Coverage()
     seen: set[int] = set()
     on_path: set[int] = set()
     path: list[_Frame] = []
 
-    def enter(scheduler: Scheduler, arrived: tuple[Arrival, ...]) -> None:
+    def enter(scheduler: Scheduler, call: Call, arrived: tuple[Arrival, ...]) -> None:
         key = hash(_state(scheduler, arrived))
         assert key not in on_path, "a livelock: the same state comes again"
         if key in seen:
@@ -101,73 +94,86 @@ def walk(what: Walk, max_num_states: int | None = None) -> Coverage:
             stats = scheduler.stats()
             assert stats.num_free_blocks == stats.num_blocks, "a leak"
             assert sum(stats.num_finished.values()) == NUM_SEQUENCES, "somebody was lost"
-        path.append(_Frame(key, _successors(what, _freeze(scheduler), arrived)))
+        path.append(_Frame(key, call, _successors(what, scheduler, arrived)))
         coverage.longest_path = max(coverage.longest_path, len(path))
 
-    enter(first, ())
+    enter(_new_scheduler(what), lambda _: True, ())
     while path:
         following = next(path[-1].successors, None) if len(seen) != max_num_states else None
         if following is None:
-            on_path.discard(path.pop().key)  # type: ignore[arg-type]
+            on_path.discard(path.pop().key)
             continue
-        coverage.num_transitions += 1
-        enter(*following)
+        call, arrived = following
+        scheduler = _new_scheduler(what)
+        for frame in path:
+            frame.call(scheduler)
+        if call(scheduler):
+            coverage.num_transitions += 1
+            enter(scheduler, call, arrived)
     coverage.num_states = len(seen)
     return coverage
 
 
+def _new_scheduler(what: Walk) -> Scheduler:
+    return Scheduler(
+        SchedulerLimits(what.max_num_seqs, TOKEN_BUDGET, NUM_BLOCKS * BLOCK_SIZE),
+        KVManager([NUM_BLOCKS], BLOCK_SIZE),
+        line=WaitingLine(what.make_policy, background_share=0.5),
+        batching=ContinuousBatching(what.make_admission()),
+        pacing=WavePacing(TOKEN_BUDGET, max_num_slices=2) if what.makes_waves else None,
+    )
+
+
 def _successors(
-    what: Walk, frozen: bytes, arrived: tuple[Arrival, ...]
-) -> Iterator[tuple[Scheduler, tuple[Arrival, ...]]]:
-    """Every state one call away."""
+    what: Walk, scheduler: Scheduler, arrived: tuple[Arrival, ...]
+) -> Iterator[tuple[Call, tuple[Arrival, ...]]]:
+    """Every call that is possible in the state of `scheduler`, which is read at once and not kept."""
+    now_s, plan, has_work = float(len(arrived)), scheduler._in_flight, scheduler.has_work
+    calls: list[tuple[Call, tuple[Arrival, ...]]] = []
     for arrival in what.arrivals if len(arrived) < NUM_SEQUENCES else ():
-        scheduler = pickle.loads(frozen)
-        scheduler.add(_request(len(arrived), arrival), float(len(arrived)))
-        yield scheduler, (*arrived, arrival)
-    now_s = float(len(arrived))
+        calls.append((partial(_add, _request(len(arrived), arrival), now_s), (*arrived, arrival)))
     for index in range(len(arrived)):
-        scheduler = pickle.loads(frozen)
-        if scheduler.abort(str(index)):
-            yield scheduler, arrived
-    scheduler = pickle.loads(frozen)
-    if (plan := scheduler._in_flight) is None:
-        if scheduler.has_work:
-            plan = scheduler.plan(now_s)
-            assert plan is not None and plan.num_rows, "a deadlock: work, and none of it is done"
-            yield scheduler, arrived
-        return
+        calls.append((partial(_abort, str(index)), arrived))
+    if plan is None:
+        if has_work:
+            calls.append((partial(_plan, now_s), arrived))
+        return iter(calls)
     if what.can_fail:
-        scheduler.fail(plan, now_s)
-        yield scheduler, arrived
+        calls.append((partial(_fail, now_s), arrived))
     ids = sampled_ids(plan)
     for token_ids in product((1, STOP_TOKEN_ID), repeat=len(ids)):
-        scheduler = pickle.loads(frozen)
-        scheduler.commit(scheduler._in_flight, StepResult(plan.step_id, ids, token_ids), now_s)
-        yield scheduler, arrived
+        calls.append((partial(_commit, StepResult(plan.step_id, ids, token_ids), now_s), arrived))
+    return iter(calls)
 
 
-class _Pickler(pickle.Pickler):
-    """Copies what a scheduler changes; what never changes is shared, which is what most of the time would go to."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) in _SHARED_TYPES:
-            _shared[id(value)] = value
-            return _share, (id(value),)
-        return NotImplemented
+def _add(request: Request, now_s: float, scheduler: Scheduler) -> bool:
+    scheduler.add(request, now_s)
+    return True
 
 
-_SHARED_TYPES = {Request, SchedulerLimits, PrefixMatch, SequenceState, WaitingReason}
-_shared: dict[int, Any] = {}
+def _abort(request_id: str, scheduler: Scheduler) -> bool:
+    return bool(scheduler.abort(request_id))
 
 
-def _share(key: int) -> Any:
-    return _shared[key]
+def _plan(now_s: float, scheduler: Scheduler) -> bool:
+    plan = scheduler.plan(now_s)
+    assert plan is not None and plan.num_rows, "a deadlock: work, and none of it is done"
+    return True
 
 
-def _freeze(scheduler: Scheduler) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, -1).dump(scheduler)
-    return buffer.getvalue()
+def _fail(now_s: float, scheduler: Scheduler) -> bool:
+    scheduler.fail(_in_flight(scheduler), now_s)
+    return True
+
+
+def _commit(result: StepResult, now_s: float, scheduler: Scheduler) -> bool:
+    scheduler.commit(_in_flight(scheduler), result, now_s)
+    return True
+
+
+def _in_flight(scheduler: Scheduler) -> StepPlan:
+    assert scheduler._in_flight is not None
+    return scheduler._in_flight
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import LayerSlice, SequenceEvent, StepPlan, StepResult
-from ropeway.core.prefix_index import BlockHasher
+from ropeway.core.prefix_index import TokenHasher
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import Sequence
 
@@ -50,7 +50,7 @@ def make_scheduler(
     **options: Any,
 ) -> Scheduler:
     limits = SchedulerLimits(max_num_seqs, budget, max_model_len)
-    hasher = BlockHasher(block_size) if has_prefix_cache else None
+    hasher = TokenHasher(block_size) if has_prefix_cache else None
     return Scheduler(limits, KVManager([num_blocks] * num_groups, block_size, hasher), **options)
 
 

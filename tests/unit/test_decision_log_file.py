@@ -12,6 +12,7 @@ from ropeway.core.decision_log import CommitRecord, DecisionLog, FailRecord, Rec
 from ropeway.engine import decision_log_file
 from ropeway.engine.decision_log_file import DecisionLogFile
 from ropeway.errors import ConfigError
+from support.stand_in import StandIn
 
 MIB = 1 << 20
 
@@ -66,14 +67,14 @@ def test_a_disk_slower_than_the_engine_ends_the_log(
     monkeypatch.setattr(decision_log_file, "MAX_QUEUED_RECORDS", 10)
     log = DecisionLogFile(tmp_path / "run.log", {}, MIB)
     is_stuck, goes_on = threading.Event(), threading.Event()
-    encode = log._encoder.encode
 
-    def slow_encode(record: Record) -> bytes:
-        is_stuck.set()
-        assert goes_on.wait(10)
-        return encode(record)
+    class Slow(StandIn):
+        def encode(self, record: Record) -> bytes:
+            is_stuck.set()
+            assert goes_on.wait(10)
+            return self._original.encode(record)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(log._encoder, "encode", slow_encode)
+    monkeypatch.setattr(log, "_encoder", Slow(log._encoder))
     log.put(FailRecord(0.0))
     assert is_stuck.wait(10)
     for i in range(20):

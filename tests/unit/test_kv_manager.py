@@ -7,7 +7,7 @@ import pytest
 from ropeway.core.admission import OptimisticAdmission, ReserveAdmission
 from ropeway.core.block_pool import BlockPool
 from ropeway.core.kv_manager import KVManager
-from ropeway.core.prefix_index import BlockHasher
+from ropeway.core.prefix_index import TokenHasher
 from ropeway.core.sequence import Sequence
 from ropeway.errors import ConfigError
 from support.scheduling import make_request
@@ -46,7 +46,7 @@ def test_grants_append_to_the_table_of_each_group_and_free_takes_all() -> None:
 
 
 def test_only_a_manager_with_a_hasher_shares() -> None:
-    assert not KVManager([4]).shares_blocks and KVManager([4], 16, BlockHasher(16)).shares_blocks
+    assert not KVManager([4]).shares_blocks and KVManager([4], 16, TokenHasher(16)).shares_blocks
 
 
 def test_blocks_for_tokens() -> None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2] / "src" / "ropeway"
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
+    "_written_core": set(),
     "core": set(),
     "text": set(),
     "model": set(),
@@ -51,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "outputs", "sim", "_version",
     },
     "__main__": {"cli"},
-    "": {"core", "config", "llm", "engine", "inputs", "outputs", "_version"},
+    "": {"core", "config", "llm", "engine", "inputs", "outputs", "_version", "_written_core"},
 }  # fmt: skip
 STANDARD_LIBRARY_OF_CORE = {
     "__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",

@@ -8,7 +8,7 @@ from ropeway.core.block_pool import BlockPool
 from ropeway.core.deferral import MAX_NUM_DEFERRED
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import BlockCopies, StepPlan, StepResult
-from ropeway.core.prefix_index import BlockHasher
+from ropeway.core.prefix_index import TokenHasher
 from ropeway.core.scheduler import Scheduler
 from ropeway.core.sequence import WaitingReason
 from support.scheduling import make_scheduler, run_step, sampled_ids
@@ -191,7 +191,7 @@ def test_tenants_and_salts_share_nothing(one: ServiceTerms, other: ServiceTerms)
     plans = drain(scheduler)
     assert plans[0].starts[plans[0].sequence_ids.index(1)] == 0
     assert scheduler.stats().num_prefix_hits == 8, "only c finds what a has computed"
-    hasher = BlockHasher(BLOCK)
+    hasher = TokenHasher(BLOCK)
     first, second = (hasher.prompt_hashes(request("x", terms=terms)) for terms in (one, other))
     assert len(first) == len(second) == 2 and not set(first) & set(second)
 
@@ -205,7 +205,7 @@ def test_users_of_a_tenant_share() -> None:
 
 
 def test_hashes_are_chained() -> None:
-    hasher = BlockHasher(BLOCK)
+    hasher = TokenHasher(BLOCK)
     whole = hasher.prompt_hashes(request("a", PROMPT[:8]))
     assert whole == hasher.prompt_hashes(request("b"))[:2]
     swapped = hasher.prompt_hashes(request("c", PROMPT[4:8] + PROMPT[:4]))

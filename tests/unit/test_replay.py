@@ -10,85 +10,14 @@ import pytest
 
 from ropeway.cli.main import main
 from ropeway.core.decision_log import CommitRecord, DecisionLog, LogEncoder, PlanRecord, Record
-from ropeway.core.params import Request, SamplingParams, ServiceTerms
-from ropeway.core.plan import StepPlan, StepResult
-from ropeway.core.recipe import SchedulerRecipe
+from ropeway.core.params import ServiceTerms
 from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
 from ropeway.engine.engine import Engine
 from ropeway.sim.cost_model import TWO_CORES
 from ropeway.sim.replay import Replay, ReplayDifference
-from ropeway.sim.simulator import AnswerLengths, Arrival, ScriptedRunner, Simulation, VirtualClock
+from ropeway.sim.simulator import AnswerLengths, VirtualClock
 from ropeway.sim.timeline import Timeline
-
-RECIPE = SchedulerRecipe(
-    max_num_seqs=6,
-    max_num_batched_tokens=24,
-    max_model_len=128,
-    num_kv_blocks=40,
-    block_size=4,
-    admission="optimistic",
-)
-
-
-class _SometimesFailing(ScriptedRunner):
-    """Fails each 40th step, and each 7th step one of its rows."""
-
-    def launch(self, plan: StepPlan) -> None:
-        super().launch(plan)
-        if plan.step_id % 40 == 39:
-            self.collect()
-            raise RuntimeError("the step cannot be computed")
-
-    def collect(self) -> StepResult:
-        result = super().collect()
-        if result.step_id % 7 or not result.sequence_ids:
-            return result
-        return StepResult(result.step_id, result.sequence_ids[1:], result.token_ids[1:], result.sequence_ids[:1])
-
-
-def arrivals(count: int, draw: random.Random) -> list[Arrival]:
-    result = []
-    for number in range(count):
-        num_prompt_tokens, max_tokens = draw.randint(1, 40), draw.randint(1, 60)
-        request = Request(
-            request_id=f"request-{number}",
-            prompt_token_ids=tuple(range(first := draw.choice((0, 0, 7)), first + num_prompt_tokens)),
-            params=SamplingParams(n=draw.choice((1, 1, 3)), max_tokens=max_tokens),
-            max_tokens=max_tokens,
-            seed=0,
-            stop_token_ids=frozenset({0}),
-            terms=ServiceTerms(
-                tenant=draw.choice(("", "secret-tenant")),
-                weight=(1.0, 1.0, 3.0)[number % 3],
-                is_background=draw.random() < 0.2,
-                timeout_s=draw.choice((None, 4.0)),
-                queue_timeout_s=draw.choice((None, 0.5)),
-            ),
-        )
-        result.append(Arrival(draw.random() * 10, request, draw.randint(1, 80)))
-    return result
-
-
-def record(recipe: SchedulerRecipe, num_requests: int = 60, seed: int = 0) -> tuple[list[Record], bytes]:
-    """The records of an eventful run: preemptions, failures, clients who leave, texts that end."""
-    draw = random.Random(seed)
-    records: list[Record] = []
-    clock, lengths = VirtualClock(1_000.0), AnswerLengths()
-    runner = _SometimesFailing(clock, TWO_CORES, lengths)
-    recorder = DecisionRecorder(records.append, b"key")
-    scheduler = recipe.make(RecordingHasher(recipe.block_size, recorder.note_hash))
-    engine = Engine(scheduler, runner, clock, recorder)
-    simulation = Simulation(engine, lengths, clock)
-
-    def on_step(simulation: Simulation) -> None:
-        if simulation.open_ids and draw.random() < 0.05:
-            simulation.abort(draw.choice(simulation.open_ids))
-        if simulation.open_ids and draw.random() < 0.05:
-            simulation.stop(draw.choice(simulation.open_ids), 0)
-
-    simulation.run(arrivals(num_requests, draw), on_step=on_step)
-    encoder = LogEncoder()
-    return records, b"".join([encoder.header(recipe.to_values()), *map(encoder.encode, records)])
+from support.eventful_run import RECIPE, SometimesFailing, arrivals, record
 
 
 @pytest.mark.parametrize(
@@ -111,7 +40,7 @@ def test_requests_that_run_out_of_time_in_a_pause_leave_the_replay_exact() -> No
     clock, lengths = VirtualClock(1_000.0), AnswerLengths()
     recorder = DecisionRecorder(records.append, b"key")
     scheduler = RECIPE.make(RecordingHasher(RECIPE.block_size, recorder.note_hash))
-    engine = Engine(scheduler, _SometimesFailing(clock, TWO_CORES, lengths), clock, recorder)
+    engine = Engine(scheduler, SometimesFailing(clock, TWO_CORES, lengths), clock, recorder)
     draw = random.Random(5)
     for arrival in arrivals(12, draw):
         lengths.script(arrival.request.request_id, arrival.num_output_tokens)

@@ -9,8 +9,9 @@ import pytest
 from ropeway.core.admission import OptimisticAdmission
 from ropeway.core.batching import ContinuousBatching
 from ropeway.core.kv_manager import KVManager
+from ropeway.core.params import ServiceTerms
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
-from ropeway.core.policy import FirstComeFirstServed
+from ropeway.core.policy import PriorityOrder
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import Sequence, SequenceState, WaitingReason
 from ropeway.core.waiting_line import WaitingLine
@@ -195,15 +196,10 @@ def test_the_last_admitted_is_preempted_and_recomputed_in_its_place_in_line() ->
     assert (stats.num_recomputed_tokens, stats.num_prompt_tokens, stats.num_preemptions) == (4, 5, 1)
 
 
-class LastComeFirstServed(FirstComeFirstServed):
-    def rank(self, sequence: Sequence) -> float:
-        return -sequence.sequence_id
-
-
 def test_the_first_in_policy_order_is_spared_and_the_last_preempted() -> None:
-    scheduler = make_scheduler(num_blocks=8, block_size=2, line=WaitingLine(LastComeFirstServed))
-    for name in "abc":
-        scheduler.add(make_request(name, 4, 6), 0.0)
+    scheduler = make_scheduler(num_blocks=8, block_size=2, line=WaitingLine(lambda: PriorityOrder(0.0)))
+    for priority, name in ((3, "a"), (2, "b"), (1, "c")):
+        scheduler.add(make_request(name, 4, 6, terms=ServiceTerms(priority=priority)), 0.0)
         run_step(scheduler)
     # the pool is full; a and c need a block
     plan, _ = run_step(scheduler)

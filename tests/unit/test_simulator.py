@@ -12,6 +12,7 @@ from ropeway.errors import ConfigError
 from ropeway.sim.cost_model import ACCELERATOR, TWO_CORES, CostModel, StepShape
 from ropeway.sim.simulator import Arrival, Lengths, Passage, Simulation, SimulationStalledError, make_arrival, simulate
 from support.scheduling import make_scheduler
+from support.stand_in import StandIn
 
 PER_STEP = CostModel(1.0, (0.0, 0.0, 0.0), 0.0, 0.0)
 MEASURED_MS = [  # shape, milliseconds: the default model on two cores, contexts of 200 where it decodes
@@ -144,10 +145,13 @@ def test_clients_leave_and_texts_end() -> None:
     ]
 
 
-def test_a_scheduler_that_hangs_is_an_error_and_not_an_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = make_scheduler()
-    sim = simulate(scheduler, PER_STEP)
-    monkeypatch.setattr(scheduler, "plan", lambda now_s: None)
+class Hanging(StandIn):
+    def plan(self, now_s: float) -> None:
+        return None
+
+
+def test_a_scheduler_that_hangs_is_an_error_and_not_an_endless_loop() -> None:
+    sim = simulate(Hanging(make_scheduler()), PER_STEP)
     with pytest.raises(SimulationStalledError, match="1 wait"):
         sim.run([arrival(0, 0.0), arrival(1, 5.0)][:1])
 

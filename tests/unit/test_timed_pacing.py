@@ -16,6 +16,7 @@ from ropeway.core.step_time import StepCosts, StepWork, num_pairs
 from ropeway.core.timed_pacing import PacingTargets, TimedPacing
 from ropeway.errors import ConfigError, OverloadedError
 from support.scheduling import make_request, sampled_ids
+from support.stand_in import StandIn
 
 COSTS = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4)
 
@@ -403,19 +404,18 @@ def test_a_prompt_that_is_aborted_in_a_wave_makes_room_for_another() -> None:
 def test_a_chunk_that_grows_reads_its_keys_once() -> None:
     """A lone long prompt is given half of a step, then the rest: what a step holds is what its time is learned by."""
     costs = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4, read_s=7e-7)
-    drive = Drive(pacing(costs))
+    works = []
+
+    class Watched(StandIn):
+        def on_computed(self, plan: StepPlan, step_s: float) -> None:
+            budget = self._original._budget
+            works.append((budget.work.num_reads, sum(plan.starts) + plan.total_num_tokens))
+            self._original.on_computed(plan, step_s)
+
+    drive = Drive(Watched(pacing(costs)))  # type: ignore[arg-type]
     decoding(drive, 8)
     drive.add("long", 6000, 1)
-    works = []
-    observe = drive.pacing.on_computed
-
-    def on_computed(plan: StepPlan, step_s: float) -> None:
-        budget = drive.pacing._budget
-        assert budget is not None
-        works.append((budget.work.num_reads, sum(plan.starts) + plan.total_num_tokens))
-        observe(plan, step_s)
-
-    drive.pacing.on_computed = on_computed  # type: ignore[method-assign]
+    works.clear()
     while not drive.num_answered:
         drive.step()
     assert len(works) > 100 and all(reads == expected for reads, expected in works)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from struct import pack
+from typing import Protocol
 
 from ropeway.core.params import Request
 
@@ -18,14 +19,23 @@ HASH_BYTES = 32
 TOKEN_BYTES = array("i").itemsize
 
 
-class BlockHasher:
-    """Hashes full blocks of tokens. A recorded run is replayed with one that repeats the hashes it made."""
+class BlockHasher(Protocol):
+    """Names full blocks. A recorded run is replayed with one that repeats the names that were given."""
+
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """One hash per full block of the prompt."""
+
+    def next_hash(self, request: Request, parent: bytes | None, token_ids: Sequence[int]) -> bytes:
+        """The hash of a full block after that with the hash `parent`, or of a first block."""
+
+
+class TokenHasher:
+    """The BlockHasher that hashes tokens."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
-        """One hash per full block of the prompt."""
         data = _as_bytes(request.prompt_token_ids)
         step = self._block_size * TOKEN_BYTES
         block_hash = self._root(request)
@@ -36,7 +46,6 @@ class BlockHasher:
         return hashes
 
     def next_hash(self, request: Request, parent: bytes | None, token_ids: Sequence[int]) -> bytes:
-        """The hash of a full block after that with the hash `parent`, or of a first block."""
         return blake2b(
             (parent or self._root(request)) + array("i", token_ids).tobytes(), digest_size=HASH_BYTES
         ).digest()

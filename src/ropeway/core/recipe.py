@@ -17,7 +17,7 @@ from ropeway.core.limits import QueueLimits, SchedulerLimits
 from ropeway.core.pacing import FixedTokenBudget, Pacing
 from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder, ShortestPrefillFirst
 from ropeway.core.predictive_admission import PredictiveAdmission
-from ropeway.core.prefix_index import BlockHasher
+from ropeway.core.prefix_index import BlockHasher, TokenHasher
 from ropeway.core.scheduler import Scheduler
 from ropeway.core.step_time import NO_COSTS, StepCosts
 from ropeway.core.timed_pacing import Objective, PacingTargets, TimedPacing
@@ -78,7 +78,7 @@ class SchedulerRecipe:
         """
         queue = QueueLimits(self.max_num_queued_reqs, self.max_num_queued_tokens)
         limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, queue)
-        hasher = (hasher or BlockHasher(self.block_size)) if self.has_prefix_cache else None
+        hasher = (hasher or TokenHasher(self.block_size)) if self.has_prefix_cache else None
         kv = KVManager([self.num_kv_blocks] * self.num_cache_groups, self.block_size, hasher)
         line = WaitingLine(self._policy_maker(), background_share=self.background_share)
         return Scheduler(limits, kv, line=line, batching=self._make_batching(), pacing=self._make_pacing())

@@ -46,11 +46,11 @@ class TimeBudget:
         self._left_s = room.left_s
         self._num_tokens_left = room.num_tokens
         self._num_decodes = load.num_rows
-        self._num_tokens: float = load.num_rows
+        self._num_tokens: float = float(load.num_rows)
         self._may_begin_wave = room.num_layers > 1 and load.num_rows > 0
         self.is_short = False
-        self._num_pairs: float = load.num_context_tokens
-        self._num_reads: float = load.num_context_tokens
+        self._num_pairs: float = float(load.num_context_tokens)
+        self._num_reads: float = float(load.num_context_tokens)
         self._num_rows = load.num_rows
         self.max_num_running = room.num_places
 

@@ -21,7 +21,7 @@ from ropeway.core.decision_log import (
 )
 from ropeway.core.params import Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult
-from ropeway.core.prefix_index import BlockHasher
+from ropeway.core.prefix_index import TokenHasher
 
 
 @dataclass(slots=True)
@@ -123,20 +123,20 @@ class DecisionRecorder:
                     del self._followed[event.request_id]
 
 
-class RecordingHasher(BlockHasher):
-    """Hashes as its parent does, and notes every hash it gives out."""
+class RecordingHasher:
+    """Hashes tokens, and notes every hash it gives out."""
 
     def __init__(self, block_size: int, note: Callable[[bytes], None]) -> None:
-        super().__init__(block_size)
+        self._hasher = TokenHasher(block_size)
         self._note = note
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
-        hashes = super().prompt_hashes(request)
+        hashes = self._hasher.prompt_hashes(request)
         for block_hash in hashes:
             self._note(block_hash)
         return hashes
 
     def next_hash(self, request: Request, parent: bytes | None, token_ids: Sequence[int]) -> bytes:
-        block_hash = super().next_hash(request, parent, token_ids)
+        block_hash = self._hasher.next_hash(request, parent, token_ids)
         self._note(block_hash)
         return block_hash

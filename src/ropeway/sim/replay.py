@@ -23,18 +23,16 @@ from ropeway.core.decision_log import (
 )
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
-from ropeway.core.prefix_index import BlockHasher
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
 
 _STOP_TOKEN_ID, _OTHER_TOKEN_ID = 1, 0
 
 
-class _RepeatedHasher(BlockHasher):
+class _RepeatedHasher:
     """Gives out recorded digests as hashes, in the order in which they were given out then."""
 
     def __init__(self, block_size: int) -> None:
-        super().__init__(block_size)
         self._block_size = block_size
         self._digests: deque[bytes] = deque()
 
