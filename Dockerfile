@@ -5,6 +5,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates
 WORKDIR /source
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY native native
+COPY scripts scripts
 COPY src src
 RUN python3 -m venv /opt/ropeway && /opt/ropeway/bin/pip install --no-cache-dir .
 # The default model travels in the image, so that a container starts without a network.
