@@ -168,7 +168,7 @@ class Scheduler:
 
         So it does nothing that most tokens do not need, and looks at nothing that can be looked up for all at once.
         """
-        roster, shares_blocks, new_event = self._roster, self._kv.shares_blocks, tuple.__new__
+        roster, shares_blocks = self._roster, self._kv.shares_blocks
         ending_token_ids, stopped_ids, logprobs = roster.ending_token_ids, result.stopped_sequence_ids, result.logprobs
         events: list[SequenceEvent] = []
         for sequence, token_id in zip(self._sampled, result.token_ids, strict=True):
@@ -183,18 +183,13 @@ class Scheduler:
                 reason = self._attend(sequence, token_id, stopped_ids)
             scores = logprobs and logprobs.get(sequence.sequence_id)
             events.append(
-                new_event(
-                    SequenceEvent,
-                    (
-                        sequence.request_id,
-                        sequence.index,
-                        (token_id,),
-                        reason,
-                        sequence.num_cached_tokens,
-                        (scores,) if scores else None,
-                        None,
-                        None,
-                    ),
+                SequenceEvent(
+                    sequence.request_id,
+                    sequence.index,
+                    (token_id,),
+                    reason,
+                    sequence.num_cached_tokens,
+                    (scores,) if scores else None,
                 )
             )
             if reason is not None:
