@@ -12,6 +12,7 @@ from ropeway.core.params import Request, SamplingParams
 from ropeway.core.plan import BlockGrants, StepPlan, StepResult
 from ropeway.engine.runner import Runner
 from support.fake_backend import BlockTableCorruption, FakeBackend
+from support.scheduling import make_request, make_scheduler
 
 
 class RecordingBackend(FakeBackend):
@@ -320,3 +321,51 @@ def test_launch_and_collect_alternate(runner: Runner) -> None:
     runner.launch(plan((0, 0, 3, True, [0])))
     with pytest.raises(AssertionError):
         runner.launch(plan((0, 3, 1, True, [])))
+
+
+def test_rows_that_go_on_are_the_batches_of_rows_gathered_anew() -> None:
+    """A run of decodes advances its arrays in place: what the backend is given is what a fresh runner would give."""
+
+    def batches(*, is_fresh: bool) -> tuple[list[list[list[int]]], int]:
+        backend, num_gone_on = FakeBackend(num_kv_blocks=64, block_size=2), 0
+        runner, scheduler = (
+            Runner(backend, max_num_seqs=4, max_model_len=64),
+            make_scheduler(num_blocks=64, block_size=2),
+        )
+        seen: list[list[list[int]]] = []
+        forward = backend.forward
+
+        def note(batch: ForwardBatch) -> Float32Array:
+            columns = (batch.token_ids, batch.positions, batch.query_indptr, batch.kv_lens, batch.out_rows)
+            seen.append([column.tolist() for column in columns])
+            return forward(batch)
+
+        backend.forward = note  # type: ignore[method-assign]
+        for name, num_tokens, max_tokens in (("a", 5, 20), ("b", 3, 9), ("c", 2, 14)):
+            asked = make_request(name, num_tokens, max_tokens, stop=False)
+            for sequence in scheduler.add(asked, 0.0):
+                runner.add(sequence.sequence_id, asked, sequence.index)
+        while (plan := scheduler.plan(0.0)) is not None:
+            if is_fresh:
+                runner._decodes = None
+            num_gone_on += runner._decodes is not None
+            runner.launch(plan)
+            scheduler.commit(plan, runner.collect(), 0.0)
+        return seen, num_gone_on
+
+    (seen, num_gone_on), (expected, _) = batches(is_fresh=False), batches(is_fresh=True)
+    assert seen == expected and num_gone_on > 10
+
+
+def test_a_run_of_decodes_ends_where_a_row_lacks_blocks_or_fails(backend: RecordingBackend, runner: Runner) -> None:
+    runner.add(0, request([1, 2]), 0)
+    step(runner, (0, 0, 2, True, [3]))
+    step(runner, (0, 2, 1, True, []))
+    step(runner, (0, 3, 1, True, []))
+    with pytest.raises(AssertionError, match="lacks blocks"):
+        step(runner, (0, 4, 1, True, []))
+    step(runner, (0, 4, 1, True, [5]))
+    assert runner._decodes is not None
+    backend.failing_rows = {0}
+    assert step(runner, (0, 5, 1, True, [])).failed_sequence_ids == (0,)
+    assert runner._decodes is None

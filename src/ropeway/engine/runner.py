@@ -6,8 +6,10 @@ feeds its own samples back into them. Knows arrays; knows nothing of scheduling,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, pairwise
+from operator import le
 from typing import TypeVar
 
 import numpy as np
@@ -50,6 +52,7 @@ class _Rows:
 
     sequence_ids: tuple[int, ...]
     slots: Int64Array
+    slot_numbers: list[int]  # the same
     token_offsets: Int64Array
     table_offsets: Int64Array
     order: Int32Array
@@ -59,6 +62,38 @@ class _Rows:
     has_token_lists: bool
     logprobs: LogprobRows | None
     num_tops: list[int]
+
+
+@dataclass(slots=True)
+class _Decodes:
+    """The batches of a step in which every row computed and drew one token, to go on from: its arrays advance in place.
+
+    A call of numpy takes some 8 us where a forward pass has just had all of the caches; making these batches anew takes
+    forty.
+
+    next_starts: of the rows, in a step that goes on. drawn: their tokens.
+    """
+
+    rows: _Rows
+    forward: ForwardBatch
+    sample: SampleBatch
+    next_starts: list[int]
+    drawn: Int32Array
+
+    def is_followed_by(self, plan: StepPlan, rows: _Rows) -> bool:
+        return rows is self.rows and _is_decode(plan) and list(plan.starts) == self.next_starts
+
+    def advance(self) -> None:
+        batch = self.forward
+        batch.token_ids[:] = self.drawn
+        np.add(batch.positions, 1, out=batch.positions)
+        np.add(batch.kv_lens, 1, out=batch.kv_lens)  # the sample batch's too
+        self.next_starts = [start + 1 for start in self.next_starts]
+
+
+def _is_decode(plan: StepPlan) -> bool:
+    """Whether every row computes and draws one token."""
+    return plan.layer_slice is None and plan.total_num_tokens == plan.num_rows and all(plan.is_sampled)
 
 
 class Runner:
@@ -92,12 +127,13 @@ class Runner:
         # Decoding repeats the same rows step after step, and gathering them anew costs as much as the rest of a launch.
         self._planned: _Rows | None = None
         self._sampled: _Rows | None = None
+        self._decodes: _Decodes | None = None  # of the last step, where that can be gone on from
 
         # Storage by slot. Rows are not cleared: what counts is below num_tokens and num_blocks, and untouched pages
         # of a long context cost no memory.
         self._tokens: Int32Array = np.empty((0, self._row_tokens), dtype=np.int32)
         self._blocks: list[Int32Array] = [np.empty((0, self._row_blocks), dtype=np.int32)] * num_cache_groups
-        self._num_blocks: Int32Array = np.empty((num_cache_groups, 0), dtype=np.int32)
+        self._num_blocks: list[list[int]] = [[] for _ in range(num_cache_groups)]
         self._num_tokens: Int32Array = np.empty(0, dtype=np.int32)
         self._floats: npt.NDArray[np.float32] = np.empty((_NUM_FLOATS, 0), dtype=np.float32)
         self._ints: Int32Array = np.empty((_NUM_INTS, 0), dtype=np.int32)
@@ -113,6 +149,9 @@ class Runner:
         """Runs one step: applies what the plan says changed, computes its rows, draws and feeds back their tokens."""
         assert self._result is None, f"step {plan.step_id} launched before the last result was collected"
         rows = sampled = self._apply_changes(plan)
+        last, self._decodes = self._decodes, None
+        if last is not None and last.is_followed_by(plan, rows):
+            return self._go_on(plan, last)
         if not all(plan.is_sampled):
             sampled = self._sampled = self._rows(tuple(compress(plan.sequence_ids, plan.is_sampled)), self._sampled)
         masks = self._grammar_masks.start(sampled.slots)
@@ -140,6 +179,20 @@ class Runner:
             complete = self._grammar_masks.accept(sample_batch.masks, sampled.slots, samples)
             result = replace(result, stopped_sequence_ids=tuple(sampled.sequence_ids[row] for row in complete))
         self._result = result if prompt_logprobs is None else replace(result, prompt_logprobs=prompt_logprobs)
+        is_plain = masks is None and not rows.has_token_lists and logits_rows is None and not result.failed_sequence_ids
+        if is_plain and _is_decode(plan):
+            next_starts = [start + 1 for start in plan.starts]
+            self._decodes = _Decodes(rows, batch, sample_batch, next_starts, samples.token_ids)
+
+    def _go_on(self, plan: StepPlan, last: _Decodes) -> None:
+        """The rows of the last step compute the tokens that they drew."""
+        last.advance()
+        self._check_blocks(last.rows, last.next_starts)
+        samples = self._backend.sample(self._backend.forward(last.forward), last.sample)
+        self._result = self._feed_back(plan.step_id, last.rows, last.forward.kv_lens, samples)
+        if not self._result.failed_sequence_ids:
+            last.drawn = samples.token_ids
+            self._decodes = last
 
     def collect(self) -> StepResult:
         """The result of the step launched last; each result is collected once."""
@@ -161,12 +214,12 @@ class Runner:
         """Clears, forgets, grants and copies what the plan says; returns its rows."""
         for sequence_id in plan.preempted_ids:
             if sequence_id in self._slot_of:  # repeated after a failed step, it may be forgotten already
-                self._num_blocks[:, self._slot_of[sequence_id]] = 0
+                self._hold_nothing(self._slot_of[sequence_id])
         for sequence_id in plan.finished_ids:
             self._forget(sequence_id)
         rows = self._planned = self._rows(plan.sequence_ids, self._planned)
         for group, grants in enumerate(plan.grants):
-            self._apply(group, grants, rows.slots)
+            self._apply(group, grants, rows.slot_numbers)
         for group, copies in enumerate(plan.copies):
             self._backend.copy_blocks(
                 group,
@@ -181,11 +234,13 @@ class Runner:
         """
         if last is not None and last.sequence_ids == sequence_ids:
             return last
-        slots = np.array([self._slot(sequence_id) for sequence_id in sequence_ids], dtype=np.int64)
-        num_tops = {row: self._num_tops[slot] for row, slot in enumerate(slots.tolist()) if slot in self._num_tops}
+        slot_numbers = [self._slot(sequence_id) for sequence_id in sequence_ids]
+        slots = np.array(slot_numbers, dtype=np.int64)
+        num_tops = {row: self._num_tops[slot] for row, slot in enumerate(slot_numbers) if slot in self._num_tops}
         return _Rows(
             sequence_ids=sequence_ids,
             slots=slots,
+            slot_numbers=slot_numbers,
             token_offsets=slots * self._row_tokens,
             table_offsets=slots * self._row_blocks,
             order=np.arange(len(slots) + 1, dtype=np.int32),
@@ -210,7 +265,7 @@ class Runner:
         assert num_prompt + request.max_tokens < self._row_tokens, f"sequence {sequence_id} exceeds the context"
         self._tokens[slot, :num_prompt] = request.prompt_token_ids
         self._num_tokens[slot] = num_prompt
-        self._num_blocks[:, slot] = 0
+        self._hold_nothing(slot)
         self._seeds[slot] = request.seed
         self._ints[:, slot] = (params.top_k, index, num_prompt)
         self._floats[:, slot] = (
@@ -247,26 +302,35 @@ class Runner:
         first = len(self._num_tokens)
         self._tokens = _enlarged(self._tokens, 0, num_slots)
         self._blocks = [_enlarged(blocks, 0, num_slots) for blocks in self._blocks]
-        self._num_blocks = _enlarged(self._num_blocks, 1, num_slots)
+        for counts in self._num_blocks:
+            counts += [0] * (num_slots - first)
         self._num_tokens = _enlarged(self._num_tokens, 0, num_slots)
         self._floats = _enlarged(self._floats, 1, num_slots)
         self._ints = _enlarged(self._ints, 1, num_slots)
         self._seeds = _enlarged(self._seeds, 0, num_slots)
         self._free_slots.extend(reversed(range(first, num_slots)))
 
-    def _apply(self, group: int, grants: BlockGrants, slots: Int64Array) -> None:
+    def _hold_nothing(self, slot: int) -> None:
+        for counts in self._num_blocks:
+            counts[slot] = 0
+
+    def _apply(self, group: int, grants: BlockGrants, slot_numbers: list[int]) -> None:
         """Appends the granted blocks to the table rows."""
         if not grants.block_ids:
             return
-        indptr = np.array(grants.indptr, dtype=np.int64)
-        counts = np.diff(indptr)
-        num_blocks = self._num_blocks[group, slots]
-        assert (num_blocks + counts).max() <= self._row_blocks, (
-            "a sequence was granted more blocks than its context holds"
-        )
-        first = slots * self._row_blocks + num_blocks - indptr[:-1]
-        self._blocks[group].reshape(-1)[np.repeat(first, counts) + np.arange(indptr[-1])] = grants.block_ids
-        self._num_blocks[group, slots] = num_blocks + counts
+        blocks, counts = self._blocks[group], self._num_blocks[group]
+        for slot, (begin, end) in zip(slot_numbers, pairwise(grants.indptr), strict=True):
+            if begin != end:
+                first, counts[slot] = counts[slot], counts[slot] + end - begin
+                assert counts[slot] <= self._row_blocks, "a sequence was granted more blocks than its context holds"
+                blocks[slot, first : counts[slot]] = grants.block_ids[begin:end]
+
+    def _check_blocks(self, rows: _Rows, kv_lens: Iterable[int]) -> None:
+        """Every row has the blocks that its tokens are in."""
+        block_size = self._backend.block_size
+        for counts in self._num_blocks:
+            num_slots = [counts[slot] * block_size for slot in rows.slot_numbers]
+            assert all(map(le, kv_lens, num_slots)), "a row lacks blocks"
 
     def _forward_batch(self, plan: StepPlan, rows: _Rows, num_known: Int32Array) -> ForwardBatch:
         """num_known[S]: tokens that each row has."""
@@ -283,8 +347,7 @@ class Runner:
             positions = np.repeat(starts - query_indptr[:-1], num_tokens) + within
             token_index = np.repeat(rows.token_offsets, num_tokens) + positions
         assert (kv_lens <= num_known).all(), "a row computes tokens that are not known yet"
-        num_slots = self._num_blocks.take(rows.slots, axis=1) * self._backend.block_size
-        assert (kv_lens <= num_slots).all(), "a row lacks blocks"
+        self._check_blocks(rows, kv_lens.tolist())
         last_rows = query_indptr[1:] - np.int32(1)
         return ForwardBatch(
             token_ids=self._tokens.reshape(-1)[token_index],
