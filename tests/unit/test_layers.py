@@ -22,9 +22,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": {"line_ends"},
     "backends": {"model", "_native"},
     "machine_limits": {"_native"},
-    "engine.runner": {"core", "backends", "engine.prompt_scores", "engine.token_lists", "engine.grammar_masks"},
+    "engine.runner": {
+        "core", "backends", "engine.plan_rows", "engine.prompt_scores", "engine.token_lists", "engine.grammar_masks",
+    },
     "engine.grammar_masks": {"backends"},
     "engine.prompt_scores": {"core", "backends"},
+    "engine.plan_rows": {"core", "backends"},
     "engine.token_lists": {"core", "backends"},
     "engine": {"core"},
     "inputs": {"core", "text"},

@@ -347,8 +347,8 @@ def test_rows_that_go_on_are_the_batches_of_rows_gathered_anew() -> None:
                 runner.add(sequence.sequence_id, asked, sequence.index)
         while (plan := scheduler.plan(0.0)) is not None:
             if is_fresh:
-                runner._decodes = None
-            num_gone_on += runner._decodes is not None
+                runner._decode_run = None
+            num_gone_on += runner._decode_run is not None
             runner.launch(plan)
             scheduler.commit(plan, runner.collect(), 0.0)
         return seen, num_gone_on
@@ -365,7 +365,7 @@ def test_a_run_of_decodes_ends_where_a_row_lacks_blocks_or_fails(backend: Record
     with pytest.raises(AssertionError, match="lacks blocks"):
         step(runner, (0, 4, 1, True, []))
     step(runner, (0, 4, 1, True, [5]))
-    assert runner._decodes is not None
+    assert runner._decode_run is not None
     backend.failing_rows = {0}
     assert step(runner, (0, 5, 1, True, [])).failed_sequence_ids == (0,)
-    assert runner._decodes is None
+    assert runner._decode_run is None

@@ -7,7 +7,7 @@ feeds its own samples back into them. Knows arrays; knows nothing of scheduling,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress, pairwise
 from operator import le
 from typing import TypeVar
@@ -21,7 +21,6 @@ from ropeway.backends.batch import (
     Float32Array,
     ForwardBatch,
     Int32Array,
-    Int64Array,
     LayerSlice,
     LogprobRows,
     SampleBatch,
@@ -30,6 +29,7 @@ from ropeway.backends.batch import (
 from ropeway.core.params import Request
 from ropeway.core.plan import BlockGrants, StepPlan, StepResult, TokenLogprobs
 from ropeway.engine.grammar_masks import GrammarMasks, Grammars, with_masks
+from ropeway.engine.plan_rows import DecodeRun, PlanRows, is_decode
 from ropeway.engine.prompt_scores import PromptScores, as_tuples
 from ropeway.engine.token_lists import TokenLists, no_token_lists
 
@@ -40,60 +40,6 @@ _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY, _NUM_FLOATS = 
 _TOP_K, _INDEX, _NUM_PROMPT, _NUM_INTS = range(4)
 
 _NO_SEQUENCES: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """What does not change while the same sequences are scheduled in the same order, gathered from their slots once.
-
-    token_offsets, table_offsets: of each row in the flat storage. order: 0 .. S, the query_indptr of single tokens.
-    logprobs: the rows that ask for log-probabilities, None where none does; num_tops: of each of them.
-    """
-
-    sequence_ids: tuple[int, ...]
-    slots: Int64Array
-    slot_numbers: list[int]  # the same
-    token_offsets: Int64Array
-    table_offsets: Int64Array
-    order: Int32Array
-    floats: npt.NDArray[np.float32]
-    ints: Int32Array
-    seeds: npt.NDArray[np.uint64]
-    has_token_lists: bool
-    logprobs: LogprobRows | None
-    num_tops: list[int]
-
-
-@dataclass(slots=True)
-class _Decodes:
-    """The batches of a step in which every row computed and drew one token, to go on from: its arrays advance in place.
-
-    A call of numpy takes some 8 us where a forward pass has just had all of the caches; making these batches anew takes
-    forty.
-
-    next_starts: of the rows, in a step that goes on. drawn: their tokens.
-    """
-
-    rows: _Rows
-    forward: ForwardBatch
-    sample: SampleBatch
-    next_starts: list[int]
-    drawn: Int32Array
-
-    def is_followed_by(self, plan: StepPlan, rows: _Rows) -> bool:
-        return rows is self.rows and _is_decode(plan) and list(plan.starts) == self.next_starts
-
-    def advance(self) -> None:
-        batch = self.forward
-        batch.token_ids[:] = self.drawn
-        np.add(batch.positions, 1, out=batch.positions)
-        np.add(batch.kv_lens, 1, out=batch.kv_lens)  # the sample batch's too
-        self.next_starts = [start + 1 for start in self.next_starts]
-
-
-def _is_decode(plan: StepPlan) -> bool:
-    """Whether every row computes and draws one token."""
-    return plan.layer_slice is None and plan.total_num_tokens == plan.num_rows and all(plan.is_sampled)
 
 
 class Runner:
@@ -125,9 +71,9 @@ class Runner:
         self._grammar_masks = GrammarMasks(grammars, backend.vocab_size)
         self._result: StepResult | None = None
         # Decoding repeats the same rows step after step, and gathering them anew costs as much as the rest of a launch.
-        self._planned: _Rows | None = None
-        self._sampled: _Rows | None = None
-        self._decodes: _Decodes | None = None  # of the last step, where that can be gone on from
+        self._planned: PlanRows | None = None
+        self._sampled: PlanRows | None = None
+        self._decode_run: DecodeRun | None = None  # of the last step, where that can be gone on from
 
         # Storage by slot. Rows are not cleared: what counts is below num_tokens and num_blocks, and untouched pages
         # of a long context cost no memory.
@@ -149,7 +95,7 @@ class Runner:
         """Runs one step: applies what the plan says changed, computes its rows, draws and feeds back their tokens."""
         assert self._result is None, f"step {plan.step_id} launched before the last result was collected"
         rows = sampled = self._apply_changes(plan)
-        last, self._decodes = self._decodes, None
+        last, self._decode_run = self._decode_run, None
         if last is not None and last.is_followed_by(plan, rows):
             return self._go_on(plan, last)
         if not all(plan.is_sampled):
@@ -180,11 +126,11 @@ class Runner:
             result = replace(result, stopped_sequence_ids=tuple(sampled.sequence_ids[row] for row in complete))
         self._result = result if prompt_logprobs is None else replace(result, prompt_logprobs=prompt_logprobs)
         is_plain = masks is None and not rows.has_token_lists and logits_rows is None and not result.failed_sequence_ids
-        if is_plain and _is_decode(plan):
+        if is_plain and is_decode(plan):
             next_starts = [start + 1 for start in plan.starts]
-            self._decodes = _Decodes(rows, batch, sample_batch, next_starts, samples.token_ids)
+            self._decode_run = DecodeRun(rows, batch, sample_batch, next_starts, samples.token_ids)
 
-    def _go_on(self, plan: StepPlan, last: _Decodes) -> None:
+    def _go_on(self, plan: StepPlan, last: DecodeRun) -> None:
         """The rows of the last step compute the tokens that they drew."""
         last.advance()
         self._check_blocks(last.rows, last.next_starts)
@@ -192,7 +138,7 @@ class Runner:
         self._result = self._feed_back(plan.step_id, last.rows, last.forward.kv_lens, samples)
         if not self._result.failed_sequence_ids:
             last.drawn = samples.token_ids
-            self._decodes = last
+            self._decode_run = last
 
     def collect(self) -> StepResult:
         """The result of the step launched last; each result is collected once."""
@@ -210,7 +156,7 @@ class Runner:
     def num_slots_used(self) -> int:
         return len(self._slot_of)
 
-    def _apply_changes(self, plan: StepPlan) -> _Rows:
+    def _apply_changes(self, plan: StepPlan) -> PlanRows:
         """Clears, forgets, grants and copies what the plan says; returns its rows."""
         for sequence_id in plan.preempted_ids:
             if sequence_id in self._slot_of:  # repeated after a failed step, it may be forgotten already
@@ -228,7 +174,7 @@ class Runner:
             )
         return rows
 
-    def _rows(self, sequence_ids: tuple[int, ...], last: _Rows | None) -> _Rows:
+    def _rows(self, sequence_ids: tuple[int, ...], last: PlanRows | None) -> PlanRows:
         """The rows of these sequences: `last` where it is of the same ones, since a slot and what it says of its
         sequence stay until the sequence is forgotten, and an id does not come again.
         """
@@ -237,7 +183,7 @@ class Runner:
         slot_numbers = [self._slot(sequence_id) for sequence_id in sequence_ids]
         slots = np.array(slot_numbers, dtype=np.int64)
         num_tops = {row: self._num_tops[slot] for row, slot in enumerate(slot_numbers) if slot in self._num_tops}
-        return _Rows(
+        return PlanRows(
             sequence_ids=sequence_ids,
             slots=slots,
             slot_numbers=slot_numbers,
@@ -325,14 +271,14 @@ class Runner:
                 assert counts[slot] <= self._row_blocks, "a sequence was granted more blocks than its context holds"
                 blocks[slot, first : counts[slot]] = grants.block_ids[begin:end]
 
-    def _check_blocks(self, rows: _Rows, kv_lens: Iterable[int]) -> None:
+    def _check_blocks(self, rows: PlanRows, kv_lens: Iterable[int]) -> None:
         """Every row has the blocks that its tokens are in."""
         block_size = self._backend.block_size
         for counts in self._num_blocks:
             num_slots = [counts[slot] * block_size for slot in rows.slot_numbers]
             assert all(map(le, kv_lens, num_slots)), "a row lacks blocks"
 
-    def _forward_batch(self, plan: StepPlan, rows: _Rows, num_known: Int32Array) -> ForwardBatch:
+    def _forward_batch(self, plan: StepPlan, rows: PlanRows, num_known: Int32Array) -> ForwardBatch:
         """num_known[S]: tokens that each row has."""
         starts = np.array(plan.starts, dtype=np.int32)
         if plan.total_num_tokens == plan.num_rows:
@@ -360,7 +306,7 @@ class Runner:
         )
 
     def _logits(
-        self, batch: ForwardBatch, rows: _Rows
+        self, batch: ForwardBatch, rows: PlanRows
     ) -> tuple[Float32Array, Int32Array | None, dict[int, tuple[TokenLogprobs, ...]] | None]:
         """The logits of a step; with prompt tokens to score also which rows are those of `batch`, and the scores."""
         due = self._prompt_scores.due(batch, rows.slots, self._tokens, rows.ints[_NUM_PROMPT])
@@ -372,7 +318,7 @@ class Runner:
         scores = self._backend.score(logits, due.batch(out_rows))
         return logits, np.searchsorted(out_rows, batch.out_rows).astype(np.int32), self._prompt_scores.take(due, scores)
 
-    def _sample_batch(self, rows: _Rows, num_tokens: Int32Array) -> SampleBatch:
+    def _sample_batch(self, rows: PlanRows, num_tokens: Int32Array) -> SampleBatch:
         """num_tokens[R]: tokens of each row before the one to be drawn."""
         floats, ints = rows.floats, rows.ints
         lists = (
@@ -403,7 +349,7 @@ class Runner:
             logprobs=rows.logprobs,
         )
 
-    def _feed_back(self, step_id: int, rows: _Rows, num_tokens: Int32Array, samples: Samples) -> StepResult:
+    def _feed_back(self, step_id: int, rows: PlanRows, num_tokens: Int32Array, samples: Samples) -> StepResult:
         """Appends the drawn tokens behind the num_tokens[R] of their rows; a failed row keeps what it had."""
         sequence_ids, token_ids, failed_ids = rows.sequence_ids, samples.token_ids, _NO_SEQUENCES
         slots, offsets = rows.slots, rows.token_offsets
@@ -429,7 +375,7 @@ def _enlarged(array: npt.NDArray[_Scalar], axis: int, length: int) -> npt.NDArra
     return larger
 
 
-def _drawn_logprobs(rows: _Rows, samples: Samples, failed_ids: tuple[int, ...]) -> dict[int, TokenLogprobs]:
+def _drawn_logprobs(rows: PlanRows, samples: Samples, failed_ids: tuple[int, ...]) -> dict[int, TokenLogprobs]:
     """By sequence id, of the rows that ask and did not fail."""
     assert rows.logprobs is not None and samples.logprobs is not None, "the backend gave no log-probabilities"
     asking = rows.logprobs.rows
