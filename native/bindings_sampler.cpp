@@ -134,14 +134,17 @@ struct Columns {
   }
 };
 
-// A numpy array of what `field` gives of each draw.
-template <class T, class Field>
-auto as_array(const std::vector<SampleDraw>& draws, Field&& field) {
-  T* values = new T[draws.size()];
-  nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  for (size_t i = 0; i < draws.size(); ++i) values[i] = field(draws[i]);
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(values, {draws.size()}, owner);
-}
+// A column of a result: numpy's array of it, and where its values are.
+template <class T>
+struct Output {
+  T* values;
+  nb::object array;
+
+  explicit Output(size_t size) : values(new T[size]) {
+    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    array = nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(values, {size}, owner));
+  }
+};
 
 using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
@@ -205,7 +208,7 @@ struct LogitsRows {
   std::optional<Column<int32_t>> rows;
   int64_t num_rows;
 
-  LogitsRows(nb::handle batch, const Logits& logits) : num_rows(int64_t(logits.shape(0))) {
+  LogitsRows(nb::handle batch, int64_t num_logits) : num_rows(num_logits) {
     if (batch.attr("logits_rows").is_none()) return;
     rows = column<int32_t>(batch, "logits_rows");
     check_rows(*rows, num_rows, "logits_rows");
@@ -240,45 +243,78 @@ nb::object none_or(std::optional<LogprobColumns>& columns) {
   return columns ? nb::object(columns->release()) : nb::none();
 }
 
-nb::tuple sample(Sampler& sampler, const Logits& logits, nb::handle batch) {
+// The arrays of a SampleBatch, taken apart once, for as many rows of logits as are there, and those of its draws.
+struct SampleArrays {
+  const int64_t num_logits;
+  const int32_t vocab_size;
+  const LogitsRows logits_rows;
+  const Columns columns;
+  std::optional<Masks> masks;
+  std::optional<Column<int32_t>> logprob_rows;
+  int32_t num_top = 0;
+  std::vector<SampleDraw> draws;
+  Output<int32_t> token_ids;
+  Output<bool> is_failed;
+  Output<uint64_t> total_weights;
+
+  SampleArrays(nb::handle batch, int64_t num_logits, int32_t vocab_size)
+      : num_logits(num_logits),
+        vocab_size(vocab_size),
+        logits_rows(batch, num_logits),
+        columns(batch, logits_rows.num_rows),
+        draws(size_t(logits_rows.num_rows)),
+        token_ids(draws.size()),
+        is_failed(draws.size()),
+        total_weights(draws.size()) {
+    if (!batch.attr("masks").is_none()) masks.emplace(batch.attr("masks"), logits_rows.num_rows, vocab_size);
+    if (const nb::object wanted = batch.attr("logprobs"); !wanted.is_none()) {
+      logprob_rows = column<int32_t>(wanted, "rows");
+      LogitsRows::check_rows(*logprob_rows, logits_rows.num_rows, "logprobs.rows");
+      num_top = num_top_of(wanted, vocab_size);
+    }
+  }
+};
+
+nb::object draw(Sampler& sampler, const Logits& logits, SampleArrays& batch) {
   const int32_t vocab_size = sampler.vocab_size();
   check_width(logits, vocab_size);
-  const LogitsRows logits_rows(batch, logits);
-  const int64_t num_rows = logits_rows.num_rows;
-  const Columns columns(batch, num_rows);
-  std::optional<Masks> masks;
-  if (!batch.attr("masks").is_none()) masks.emplace(batch.attr("masks"), num_rows, vocab_size);
-  std::optional<Column<int32_t>> logprob_rows;
+  if (int64_t(logits.shape(0)) != batch.num_logits || batch.vocab_size != vocab_size)
+    refuse("it was taken apart for other logits");
+  std::vector<SampleDraw>& draws = batch.draws;
   std::optional<LogprobColumns> found;
-  if (const nb::object wanted = batch.attr("logprobs"); !wanted.is_none()) {
-    logprob_rows = column<int32_t>(wanted, "rows");
-    LogitsRows::check_rows(*logprob_rows, num_rows, "logprobs.rows");
-    found.emplace(logprob_rows->size(), num_top_of(wanted, vocab_size));
-  }
-  std::vector<SampleDraw> draws(static_cast<size_t>(num_rows));
+  if (batch.logprob_rows) found.emplace(batch.logprob_rows->size(), batch.num_top);
   const int64_t start_ns = steady_ns();
   int64_t end_ns;
   {
     nb::gil_scoped_release released;
-    columns.check(vocab_size);
+    batch.columns.check(vocab_size);
     std::vector<SampleRow> rows;
     rows.reserve(draws.size());
-    for (int64_t r = 0; r < num_rows; ++r)
-      rows.push_back(columns.row(r, logits.data() + logits_rows[r] * vocab_size, vocab_size));
-    if (masks)
+    for (int64_t r = 0; r < batch.logits_rows.num_rows; ++r)
+      rows.push_back(batch.columns.row(r, logits.data() + batch.logits_rows[r] * vocab_size, vocab_size));
+    if (const std::optional<Masks>& masks = batch.masks)
       for (int64_t i = 0; i < masks->rows.size(); ++i)
         rows[masks->rows[i]].mask = masks->words.data() + i * int64_t(masks->words.shape(1));
     std::vector<LogprobRow> logprobs(found ? draws.size() : 0);
-    for (int64_t i = 0; found && i < logprob_rows->size(); ++i)
-      logprobs[(*logprob_rows)[i]] = found->row(i, vocab_size);
+    for (int64_t i = 0; found && i < batch.logprob_rows->size(); ++i)
+      logprobs[(*batch.logprob_rows)[i]] = found->row(i, vocab_size);
     sampler.sample(rows, logprobs, draws.data());
+    for (size_t i = 0; i < draws.size(); ++i) {
+      batch.token_ids.values[i] = draws[i].token_id;
+      batch.is_failed.values[i] = draws[i].is_failed;
+      batch.total_weights.values[i] = draws[i].total_weight;
+    }
     end_ns = steady_ns();
   }
   sampler.last_call = {end_ns - start_ns, steady_ns() - end_ns};
-  return nb::make_tuple(as_array<int32_t>(draws, [](const SampleDraw& draw) { return draw.token_id; }),
-                        as_array<bool>(draws, [](const SampleDraw& draw) { return draw.is_failed; }),
-                        as_array<uint64_t>(draws, [](const SampleDraw& draw) { return draw.total_weight; }),
-                        none_or(found));
+  return none_or(found);
+}
+
+nb::tuple sample(Sampler& sampler, const Logits& logits, nb::handle batch) {
+  check_width(logits, sampler.vocab_size());
+  SampleArrays arrays(batch, int64_t(logits.shape(0)), sampler.vocab_size());
+  const nb::object logprobs = draw(sampler, logits, arrays);
+  return nb::make_tuple(arrays.token_ids.array, arrays.is_failed.array, arrays.total_weights.array, logprobs);
 }
 
 nb::tuple score(Sampler& sampler, const Logits& logits, nb::handle batch) {
@@ -305,6 +341,13 @@ nb::tuple score(Sampler& sampler, const Logits& logits, nb::handle batch) {
 }  // namespace
 
 void bind_sampler(nb::module_& m) {
+  nb::class_<SampleArrays>(
+      m, "SampleArrays",
+      "The arrays of a SampleBatch, for num_logits rows of logits; what they hold may change between "
+      "draws, of which token_ids[R] int32 and is_failed[R] bool hold the last.")
+      .def(nb::init<nb::handle, int64_t, int32_t>(), nb::arg("batch"), nb::arg("num_logits"), nb::arg("vocab_size"))
+      .def_prop_ro("token_ids", [](const SampleArrays& arrays) { return arrays.token_ids.array; })
+      .def_prop_ro("is_failed", [](const SampleArrays& arrays) { return arrays.is_failed.array; });
   nb::class_<Sampler>(m, "Sampler",
                       "Draws tokens from rows of logits. The definition is backends/reference_sampler.py.")
       .def(
@@ -327,6 +370,8 @@ void bind_sampler(nb::module_& m) {
            "int32, is_failed[R] bool, total_weights[R] uint64 (the survivors' weights together, 0 for a greedy or "
            "failed "
            "row) and, where the batch asks for log-probabilities, the columns of Logprobs, else None.")
+      .def("draw", &draw, nb::arg("logits").noconvert(), nb::arg("batch"),
+           "The same for a batch that was taken apart, which gets the draws. Returns the columns of Logprobs or None.")
       .def("score", &score, nb::arg("logits").noconvert(), nb::arg("batch"),
            "The columns of Logprobs for a ScoreBatch over rows of raw logits[R, V].");
 }

@@ -172,8 +172,8 @@ class Backend(Protocol):
     `copy_blocks` copies whole blocks of a cache group, in every layer and pair after pair: an earlier target may be a
     source.
     `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change in place
-    the rows that it reads; `score` changes none. The arrays of a batch are the caller's again when a call returns, and
-    may hold the next step's values then; those of Samples and Logprobs are the caller's for good.
+    the rows that it reads, and what it drew stays valid until the next `sample`; `score` changes no row. The arrays of
+    a batch are the caller's again when a call returns: a batch may be passed again with other values in them.
     """
 
     @property

@@ -75,6 +75,9 @@ class NativeBackend:
         self._pool = _native.ThreadPool(num_threads or _native.available_cpus())
         self._executable = _native.Executable(self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks)
         self._sampler = _native.Sampler(self._pool, program.vocab_size, isa)
+        # Of the batches that were passed last: one that advances in place is taken apart once.
+        self._forward: tuple[ForwardBatch, _native.ForwardArrays] | None = None
+        self._sample: tuple[SampleBatch, int, _native.SampleArrays] | None = None
         self._calls: collections.deque[tuple[float, float]] = collections.deque(maxlen=MAX_CALLS_KEPT)
         _Builder(self._executable, select_early(program), tensors).build()
         _release_file_pages(tensors.values())
@@ -120,15 +123,23 @@ class NativeBackend:
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """logits[R, vocab] of the rows that `batch` asks for; the KV cache gains the batch's tokens."""
-        logits = self._executable.forward(batch)
+        last = self._forward
+        if last is None or last[0] is not batch:
+            last = self._forward = (batch, _native.ForwardArrays(batch))
+        logits = self._executable.forward(last[1])
         self._calls.append(self._executable.last_call)
         return logits
 
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
         """One token per row of the batch; its rows of logits[R, vocab] are changed in place."""
-        token_ids, is_failed, _, logprobs = self._sampler.sample(logits, batch)
+        last = self._sample
+        if last is None or last[0] is not batch or last[1] != len(logits):
+            arrays = _native.SampleArrays(batch, len(logits), self.vocab_size)
+            last = self._sample = (batch, len(logits), arrays)
+        arrays = last[2]
+        logprobs = self._sampler.draw(logits, arrays)
         self._calls.append(self._sampler.last_call)
-        return Samples(token_ids, is_failed, None if logprobs is None else Logprobs(*logprobs))
+        return Samples(arrays.token_ids, arrays.is_failed, None if logprobs is None else Logprobs(*logprobs))
 
     def score(self, logits: Float32Array, batch: ScoreBatch) -> Logprobs:
         """Log-probabilities of known tokens by rows of logits[R, vocab]."""
