@@ -57,6 +57,13 @@ struct SumsU4 {
     rest.add(j, w, group + num_groups, num_groups);
   }
 
+  // The same for code vectors 2i and 2i + 1, row by row.
+  ROPEWAY_INLINE void add_both(int i, const CodePair& codes, const CodedGroup* group, int num_groups) {
+    sums.add(2 * i, codes.even, group->codes);
+    sums.add(2 * i + 1, codes.odd, group->codes);
+    rest.add_both(i, codes, group + num_groups, num_groups);
+  }
+
   // scales: d[16], m[16].
   ROPEWAY_INLINE void add_to(float* acc, const float* scales, const CodedGroup* group, int num_groups) const {
     const TileF32 a_sum = broadcast_tile(&group->sum);
@@ -69,6 +76,7 @@ template <bool AreFew>
 struct SumsU4<0, AreFew> {
   void begin(const CodedGroup*, int) {}
   void add(int, TileBits, const CodedGroup*, int) {}
+  void add_both(int, const CodePair&, const CodedGroup*, int) {}
   void add_to(float*, const float*, const CodedGroup*, int) const {}
 };
 
@@ -108,8 +116,13 @@ struct GemmU4 {
           store_tile_bits(panel + i * 128, codes.even);
           store_tile_bits(panel + i * 128 + 64, codes.odd);
         }
-        sums.add(2 * i, codes.even, groups, num_groups);
-        sums.add(2 * i + 1, codes.odd, groups, num_groups);
+        if constexpr (kHasWideTiles) {
+          // Both vectors meet the same codes of a row, whose broadcast would wait in a register for the second.
+          sums.add_both(i, codes, groups, num_groups);
+        } else {
+          sums.add(2 * i, codes.even, groups, num_groups);
+          sums.add(2 * i + 1, codes.odd, groups, num_groups);
+        }
       }
       float* scales = local;
       if constexpr (is_same<Source, PanelU4>) {
