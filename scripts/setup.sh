@@ -33,6 +33,12 @@ check_tools() {
   fi
 }
 
+# The scheduler compiles to C: by the compiler that belongs to the chosen one.
+if [ -n "${CXX:-}" ] && [ -z "${CC:-}" ]; then
+  CC="${CXX/clang++/clang}"
+  export CC="${CC/g++/gcc}"
+fi
+
 # One set-up at a time: a second one waits here, then finds the work done.
 mkdir -p build
 exec 9>build/setup.lock
