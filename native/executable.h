@@ -202,6 +202,8 @@ class Executable {
   const AttentionPlan& attention_plan(int phase) const;
   void run_rows(const Phase& phase, int row0, int row1);
   void run_product(const Phase& phase, int chunk, int num_rows);
+  template <class IsDone>
+  void fetch_next_product(int index, int thread, const IsDone& is_done) const;
   void run_attention(const Phase& phase, const AttentionPlan& plan, int chunk, int thread);
   void run_attention_head(const Phase& phase, const AttentionItem& item, int head, int thread, const KvBlocks& next,
                           int32_t num_next_keys);

@@ -136,6 +136,7 @@ void ThreadPool::work(int thread) {
       if (done == num_chunks) counter.done.notify_all();
     }
     if (done < num_chunks) {
+      job.wait(job.context, phase, thread, {counter, num_chunks});
       spin_until([&] { return (done = counter.done.load(std::memory_order_acquire)) >= num_chunks; });
       while (done < num_chunks) {
         counter.done.wait(done, std::memory_order_acquire);

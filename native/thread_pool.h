@@ -7,6 +7,7 @@
 #include <memory>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace ropeway {
@@ -29,10 +30,22 @@ class ThreadPool {
   // phase ended.
   template <class Body>
   void run(const int32_t* num_chunks, int num_phases, Body&& body, int64_t* end_ns = nullptr) {
-    using Plain = std::remove_reference_t<Body>;
-    run_job(
-        {[](void* context, int phase, int chunk, int thread) { (*static_cast<Plain*>(context))(phase, chunk, thread); },
-         const_cast<void*>(static_cast<const void*>(&body)), num_chunks, num_phases, end_ns});
+    run(num_chunks, num_phases, std::forward<Body>(body), [](int, int, auto&&) {}, end_ns);
+  }
+
+  // The same; a thread that has to wait for others to finish a phase first calls waits(phase, thread, is_done), which
+  // should return once is_done().
+  template <class Body, class Waits>
+  void run(const int32_t* num_chunks, int num_phases, Body&& body, Waits&& waits, int64_t* end_ns) {
+    auto both = std::make_pair(&body, &waits);
+    using Both = decltype(both);
+    run_job({[](void* context, int phase, int chunk, int thread) {
+               (*static_cast<Both*>(context)->first)(phase, chunk, thread);
+             },
+             [](void* context, int phase, int thread, const IsDone& is_done) {
+               (*static_cast<Both*>(context)->second)(phase, thread, is_done);
+             },
+             &both, num_chunks, num_phases, end_ns});
   }
 
   // Runs body(chunk, thread) for every chunk in [0, num_chunks).
@@ -42,16 +55,23 @@ class ThreadPool {
   }
 
  private:
+  struct alignas(64) Counter {
+    std::atomic<int32_t> claimed{0};
+    std::atomic<int32_t> done{0};
+  };
+  // Whether a phase is.
+  struct IsDone {
+    const Counter& counter;
+    int32_t num_chunks;
+    bool operator()() const { return counter.done.load(std::memory_order_acquire) >= num_chunks; }
+  };
   struct Job {
     void (*call)(void* context, int phase, int chunk, int thread) = nullptr;
+    void (*wait)(void* context, int phase, int thread, const IsDone& is_done) = nullptr;
     void* context = nullptr;
     const int32_t* num_chunks = nullptr;
     int num_phases = 0;
     int64_t* end_ns = nullptr;
-  };
-  struct alignas(64) Counter {
-    std::atomic<int32_t> claimed{0};
-    std::atomic<int32_t> done{0};
   };
 
   void run_job(const Job& job);
