@@ -1,8 +1,8 @@
 """Compiles ropeway.core with mypyc: compile_core.py OUTPUT_DIR, run in the directory that holds the package.
 
 The scheduler stays plain Python, read, checked and debugged as such; compiled, a step of it takes well under half the
-time (docs/architecture.md). Leaves OUTPUT_DIR/ropeway/core/<module>.<abi>.so and the library that they share; what is
-written on the way goes to OUTPUT_DIR.work.
+time (docs/architecture.md). Leaves OUTPUT_DIR/ropeway/core/<module>.<abi>.so, the library that they share, and of what
+they were made; what is written on the way goes to OUTPUT_DIR.work.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pathlib import Path
 from mypyc.build import mypycify
 from setuptools import Distribution
 from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, os.getcwd())
+from ropeway._written_core import DIGEST_FILE, digest_of_core  # noqa: E402
 
 # The package chooses between the two; and what users hand over is checked by name, not by the compiler's own checks.
 INTERPRETED = {"__init__", "params"}
@@ -37,6 +40,7 @@ def main() -> None:
     command.build_lib, command.build_temp, command.parallel = str(output), str(work), os.cpu_count()
     command.ensure_finalized()
     command.run()
+    (output / "ropeway" / "core" / DIGEST_FILE).write_text(digest_of_core())
 
 
 if __name__ == "__main__":

@@ -26,6 +26,6 @@ tests=("$@")
   tests/differential/test_steps.py tests/differential/test_invariance.py tests/differential/test_copy_blocks.py
   tests/differential/test_sampler.py)
 exec env LD_PRELOAD="$("$compiler" -print-file-name=libasan.so):$("$compiler" -print-file-name=libubsan.so)" \
-  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+  ROPEWAY_INTERPRET_CORE=1 PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   PYTHONPATH="$PWD/build/sanitize/package:$site" \
   "$python" -S -m pytest --capture=sys -p no:cacheprovider --timeout 1800 "${tests[@]}"

@@ -48,7 +48,7 @@ digest() { cat "$@" | sha256sum | cut -c1-16; }
 environment="$PWD $("$python" -c 'import sys; print(sys.version, sys.prefix)' 2>/dev/null || true) $(digest pyproject.toml)"
 built_from() {
   find native CMakeLists.txt -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt
-  find src/ropeway/core src/ropeway/errors.py scripts/compile_core.py -name '*.py'
+  find src/ropeway/core src/ropeway/errors.py src/ropeway/_written_core.py scripts/compile_core.py -name '*.py'
 }
 sources="$environment $(built_from | LC_ALL=C sort | tr '\n' '\0' | xargs -0 sha256sum | sha256sum | cut -c1-16)"
 

@@ -12,7 +12,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 from tests.support.random_gguf import RandomModel, write_random_gguf
 
+import ropeway.core.scheduler
+from ropeway._written_core import DIGEST_FILE, digest_of_core, is_interpreted
 from ropeway.catalog import resolve_model
+
+if not is_interpreted():
+    compiled_from = Path(ropeway.core.scheduler.__file__).with_name(DIGEST_FILE)
+    if not compiled_from.exists() or compiled_from.read_text() != digest_of_core():
+        pytest.exit("ropeway.core was changed since it was built: `make setup`, or ROPEWAY_INTERPRET_CORE=1", 2)
 
 
 @pytest.fixture(scope="session")

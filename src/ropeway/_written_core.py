@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
 from types import ModuleType
 
 VARIABLE = "ROPEWAY_INTERPRET_CORE"
+DIGEST_FILE = "compiled_from.sha256"
+_DIRECTORY = os.path.join(os.path.dirname(__file__), "core")
 
 
 class _Finder:
     """Finds the modules of `ropeway.core` as they are written."""
 
-    _files = FileFinder(os.path.join(os.path.dirname(__file__), "core"), (SourceFileLoader, SOURCE_SUFFIXES))
+    _files = FileFinder(_DIRECTORY, (SourceFileLoader, SOURCE_SUFFIXES))
 
     @classmethod
     def find_spec(
@@ -27,7 +30,22 @@ class _Finder:
         return cls._files.find_spec(name, target) if name.startswith("ropeway.core.") else None
 
 
+def is_interpreted() -> bool:
+    """Whether `ropeway.core` is to run as it is written."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
 def choose_core() -> None:
     """Before anything of `ropeway.core` is imported."""
-    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+    if is_interpreted():
         sys.meta_path.insert(0, _Finder)
+
+
+def digest_of_core() -> str:
+    """Of the modules as they are written. The build leaves it beside the compiled ones, in DIGEST_FILE."""
+    digest = sha256()
+    for name in sorted(os.listdir(_DIRECTORY)):
+        if name.endswith(".py"):
+            with open(os.path.join(_DIRECTORY, name), "rb") as file:
+                digest.update(file.read())
+    return digest.hexdigest()
