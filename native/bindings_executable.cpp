@@ -72,12 +72,13 @@ class ForwardArrays {
   // logits[R, width] for numpy: the same array for as long as they lie where they lay.
   nb::object as_array(std::shared_ptr<float[]> logits, size_t width) {
     if (logits.get() == logits_) return logits_array_;
-    logits_ = logits.get();
+    float* const data = logits.get();
     auto holder = std::make_unique<std::shared_ptr<float[]>>(std::move(logits));
     nb::capsule owner(holder.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
     holder.release();
     logits_array_ =
-        nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>(logits_, {out_rows_.shape(0), width}, owner));
+        nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>(data, {out_rows_.shape(0), width}, owner));
+    logits_ = data;
     return logits_array_;
   }
 

@@ -1,4 +1,4 @@
-"""Compiles ropeway.core with mypyc: compile_core.py OUTPUT_DIR, run in the directory that holds the package.
+"""Compiles ropeway.core with mypyc: compile_core.py OUTPUT_DIR MODULE..., run in the directory that holds the package.
 
 The scheduler stays plain Python, read, checked and debugged as such; compiled, a step of it takes well under half the
 time (docs/architecture.md). Leaves OUTPUT_DIR/ropeway/core/<module>.<abi>.so, the library that they share, and of what
@@ -26,7 +26,9 @@ QUICK = {"opt_level": "1", "debug_level": "0"}  # to compile: -O2 takes half as 
 def main() -> None:
     output = Path(sys.argv[1])
     work = Path(f"{output}.work")
-    modules = sorted(str(path) for path in Path("ropeway/core").glob("*.py") if path.stem not in INTERPRETED)
+    paths = [Path(name).relative_to(Path.cwd()) for name in sys.argv[2:]]
+    modules = sorted(str(path) for path in paths if path.stem not in INTERPRETED)
+    digest = digest_of_core()  # before: what is changed meanwhile is not what is compiled
     # Not the linter's configuration: a build has nothing to do with the types of what the package's __init__ imports.
     work.mkdir(parents=True, exist_ok=True)
     configuration = work / "mypy.ini"
@@ -40,7 +42,7 @@ def main() -> None:
     command.build_lib, command.build_temp, command.parallel = str(output), str(work), os.cpu_count()
     command.ensure_finalized()
     command.run()
-    (output / "ropeway" / "core" / DIGEST_FILE).write_text(digest_of_core())
+    (output / "ropeway" / "core" / DIGEST_FILE).write_text(digest)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,12 @@ check_tools() {
   fi
 }
 
-# The scheduler compiles to C: by the compiler that belongs to the chosen one.
+# The scheduler compiles to C: by the compiler that belongs to the chosen one, where that is there.
 if [ -n "${CXX:-}" ] && [ -z "${CC:-}" ]; then
-  CC="${CXX/clang++/clang}"
-  export CC="${CC/g++/gcc}"
+  cxx_name="${CXX##*/}"
+  c_name="${cxx_name/clang++/clang}"
+  c_compiler="${CXX%"$cxx_name"}${c_name/g++/gcc}"
+  if [ "$c_compiler" != "$CXX" ] && command -v "$c_compiler" >/dev/null; then export CC="$c_compiler"; fi
 fi
 
 # One set-up at a time: a second one waits here, then finds the work done.

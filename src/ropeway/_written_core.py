@@ -47,5 +47,5 @@ def digest_of_core() -> str:
     for name in sorted(os.listdir(_DIRECTORY)):
         if name.endswith(".py"):
             with open(os.path.join(_DIRECTORY, name), "rb") as file:
-                digest.update(file.read())
+                digest.update(sha256(name.encode()).digest() + sha256(file.read()).digest())
     return digest.hexdigest()

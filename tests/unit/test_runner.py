@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from ropeway.backends.batch import Float32Array, ForwardBatch, SampleBatch, Samples
 from ropeway.core.params import Request, SamplingParams
 from ropeway.core.plan import BlockGrants, StepPlan, StepResult
+from ropeway.engine.plan_rows import DecodeRun
 from ropeway.engine.runner import Runner
 from support.fake_backend import BlockTableCorruption, FakeBackend
 from support.scheduling import make_request, make_scheduler
@@ -323,38 +325,72 @@ def test_launch_and_collect_alternate(runner: Runner) -> None:
         runner.launch(plan((0, 3, 1, True, [])))
 
 
-def test_rows_that_go_on_are_the_batches_of_rows_gathered_anew() -> None:
+def test_rows_that_go_on_are_the_batches_of_rows_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of decodes advances its arrays in place: what the backend is given is what a fresh runner would give."""
+    num_gone_on = 0
+    go_on = Runner._go_on
 
-    def batches(*, is_fresh: bool) -> tuple[list[list[list[int]]], int]:
-        backend, num_gone_on = FakeBackend(num_kv_blocks=64, block_size=2), 0
-        runner, scheduler = (
-            Runner(backend, max_num_seqs=4, max_model_len=64),
-            make_scheduler(num_blocks=64, block_size=2),
-        )
-        seen: list[list[list[int]]] = []
-        forward = backend.forward
+    def counted(runner: Runner, plan: StepPlan, last: DecodeRun) -> None:
+        nonlocal num_gone_on
+        num_gone_on += 1
+        go_on(runner, plan, last)
+
+    monkeypatch.setattr(Runner, "_go_on", counted)
+
+    def batches(*, is_fresh: bool) -> list[list[list[Any]]]:
+        backend = FakeBackend(num_kv_blocks=64, block_size=2)
+        runner = Runner(backend, max_num_seqs=1, max_model_len=64)  # whose storage grows on the way
+        scheduler = make_scheduler(num_blocks=64, block_size=2)
+        seen: list[list[list[Any]]] = []
+        forward, sample = backend.forward, backend.sample
 
         def note(batch: ForwardBatch) -> Float32Array:
-            columns = (batch.token_ids, batch.positions, batch.query_indptr, batch.kv_lens, batch.out_rows)
-            seen.append([column.tolist() for column in columns])
+            columns = [batch.token_ids, batch.positions, batch.query_indptr, batch.kv_lens, batch.out_rows]
+            (table,) = batch.tables
+            held = [
+                table.block_ids[offset:][: -(-length // 2)].tolist()
+                for offset, length in zip(table.offsets.tolist(), batch.kv_lens.tolist(), strict=True)
+            ]
+            seen.append([*[column.tolist() for column in columns], held])
             return forward(batch)
 
-        backend.forward = note  # type: ignore[method-assign]
-        for name, num_tokens, max_tokens in (("a", 5, 20), ("b", 3, 9), ("c", 2, 14)):
-            asked = make_request(name, num_tokens, max_tokens, stop=False)
-            for sequence in scheduler.add(asked, 0.0):
-                runner.add(sequence.sequence_id, asked, sequence.index)
-        while (plan := scheduler.plan(0.0)) is not None:
+        def note_sample(logits: Float32Array, batch: SampleBatch) -> Samples:
+            known = zip(batch.history_offsets.tolist(), batch.num_tokens.tolist(), strict=True)
+            histories = [batch.history[offset:][:count].tolist() for offset, count in known]
+            columns = [batch.temperature, batch.top_k, batch.seed, batch.index, batch.position, batch.num_prompt_tokens]
+            seen.append([*[column.tolist() for column in columns], histories])
+            return sample(logits, batch)
+
+        backend.forward, backend.sample = note, note_sample  # type: ignore[method-assign]
+        arrivals = {0: [("a", 5, 24)], 4: [("b", 3, 9), ("c", 2, 14)]}
+        for step_number in itertools.count():
+            for name, num_tokens, max_tokens in arrivals.pop(step_number, ()):
+                asked = make_request(name, num_tokens, max_tokens, stop=False)
+                for sequence in scheduler.add(asked, 0.0):
+                    runner.add(sequence.sequence_id, asked, sequence.index)
+            if (plan := scheduler.plan(0.0)) is None:
+                return seen
             if is_fresh:
                 runner._decode_run = None
-            num_gone_on += runner._decode_run is not None
             runner.launch(plan)
             scheduler.commit(plan, runner.collect(), 0.0)
-        return seen, num_gone_on
+        raise AssertionError("it ends")
 
-    (seen, num_gone_on), (expected, _) = batches(is_fresh=False), batches(is_fresh=True)
-    assert seen == expected and num_gone_on > 10
+    expected = batches(is_fresh=True)
+    assert num_gone_on == 0
+    assert batches(is_fresh=False) == expected and num_gone_on > 10
+
+
+def test_a_launch_that_fails_ends_the_run_before_it(backend: RecordingBackend) -> None:
+    runner = Runner(backend, max_num_seqs=1, max_model_len=24)
+    runner.add(0, request([1, 2]), 0)
+    step(runner, (0, 0, 2, True, [3]))
+    step(runner, (0, 2, 1, True, []))
+    assert runner._decode_run is not None
+    runner.add(1, request([1] * 24), 0)
+    with pytest.raises(AssertionError, match="exceeds the context"):  # and the storage has grown before
+        step(runner, (0, 3, 1, True, []), (1, 0, 2, False, [5]))
+    assert runner._decode_run is None
 
 
 def test_a_run_of_decodes_ends_where_a_row_lacks_blocks_or_fails(backend: RecordingBackend, runner: Runner) -> None:

@@ -173,7 +173,8 @@ class Backend(Protocol):
     source.
     `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change in place
     the rows that it reads, and what it drew stays valid until the next `sample`; `score` changes no row. The arrays of
-    a batch are the caller's again when a call returns: a batch may be passed again with other values in them.
+    a batch are the caller's again when a call returns: a batch may be passed again with other values in them, but for
+    the numbers of rows that say what is read (logits_rows, and those of masks and logprobs).
     """
 
     @property

@@ -94,8 +94,8 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         """Runs one step: applies what the plan says changed, computes its rows, draws and feeds back their tokens."""
         assert self._result is None, f"step {plan.step_id} launched before the last result was collected"
-        rows = sampled = self._apply_changes(plan)
         last, self._decode_run = self._decode_run, None
+        rows = sampled = self._apply_changes(plan)
         if last is not None and last.is_followed_by(plan, rows):
             return self._go_on(plan, last)
         if not all(plan.is_sampled):
