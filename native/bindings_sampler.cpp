@@ -239,10 +239,6 @@ struct Masks {
   }
 };
 
-nb::object none_or(std::optional<LogprobColumns>& columns) {
-  return columns ? nb::object(columns->release()) : nb::none();
-}
-
 // The arrays of a SampleBatch, taken apart once, for as many rows of logits as are there, and those of its draws.
 struct SampleArrays {
   const int64_t num_logits;
@@ -257,9 +253,9 @@ struct SampleArrays {
   Output<bool> is_failed;
   Output<uint64_t> total_weights;
 
-  SampleArrays(nb::handle batch, int64_t num_logits, int32_t vocab_size)
+  SampleArrays(const Sampler& sampler, nb::handle batch, int64_t num_logits)
       : num_logits(num_logits),
-        vocab_size(vocab_size),
+        vocab_size(sampler.vocab_size()),
         logits_rows(batch, num_logits),
         columns(batch, logits_rows.num_rows),
         draws(size_t(logits_rows.num_rows)),
@@ -307,14 +303,7 @@ nb::object draw(Sampler& sampler, const Logits& logits, SampleArrays& batch) {
     end_ns = steady_ns();
   }
   sampler.last_call = {end_ns - start_ns, steady_ns() - end_ns};
-  return none_or(found);
-}
-
-nb::tuple sample(Sampler& sampler, const Logits& logits, nb::handle batch) {
-  check_width(logits, sampler.vocab_size());
-  SampleArrays arrays(batch, int64_t(logits.shape(0)), sampler.vocab_size());
-  const nb::object logprobs = draw(sampler, logits, arrays);
-  return nb::make_tuple(arrays.token_ids.array, arrays.is_failed.array, arrays.total_weights.array, logprobs);
+  return found ? nb::object(found->release()) : nb::none();
 }
 
 nb::tuple score(Sampler& sampler, const Logits& logits, nb::handle batch) {
@@ -341,13 +330,6 @@ nb::tuple score(Sampler& sampler, const Logits& logits, nb::handle batch) {
 }  // namespace
 
 void bind_sampler(nb::module_& m) {
-  nb::class_<SampleArrays>(
-      m, "SampleArrays",
-      "The arrays of a SampleBatch, for num_logits rows of logits; what they hold may change between "
-      "draws, of which token_ids[R] int32 and is_failed[R] bool hold the last.")
-      .def(nb::init<nb::handle, int64_t, int32_t>(), nb::arg("batch"), nb::arg("num_logits"), nb::arg("vocab_size"))
-      .def_prop_ro("token_ids", [](const SampleArrays& arrays) { return arrays.token_ids.array; })
-      .def_prop_ro("is_failed", [](const SampleArrays& arrays) { return arrays.is_failed.array; });
   nb::class_<Sampler>(m, "Sampler",
                       "Draws tokens from rows of logits. The definition is backends/reference_sampler.py.")
       .def(
@@ -365,15 +347,21 @@ void bind_sampler(nb::module_& m) {
                                   static_cast<double>(sampler.last_call.lock_wait_ns) * 1e-9);
           },
           "Of the last sample: seconds without the interpreter lock, then seconds until it was had again.")
-      .def("sample", &sample, nb::arg("logits").noconvert(), nb::arg("batch"),
-           "Draws one token of each row of logits[R, V], which it changes, as a SampleBatch says. Returns token_ids[R] "
-           "int32, is_failed[R] bool, total_weights[R] uint64 (the survivors' weights together, 0 for a greedy or "
-           "failed "
-           "row) and, where the batch asks for log-probabilities, the columns of Logprobs, else None.")
       .def("draw", &draw, nb::arg("logits").noconvert(), nb::arg("batch"),
-           "The same for a batch that was taken apart, which gets the draws. Returns the columns of Logprobs or None.")
+           "Draws one token of each row of logits[R, V], which it changes, as the batch says, which gets what was "
+           "drawn. "
+           "Returns the columns of Logprobs where the batch asks for log-probabilities, else None.")
       .def("score", &score, nb::arg("logits").noconvert(), nb::arg("batch"),
            "The columns of Logprobs for a ScoreBatch over rows of raw logits[R, V].");
+  nb::class_<SampleArrays>(m, "SampleArrays",
+                           "The arrays of a SampleBatch, for num_logits rows of a sampler's logits; what they hold may "
+                           "change between draws. Of the last: token_ids[R] int32, is_failed[R] bool, total_weights[R] "
+                           "uint64 (the survivors' weights together, 0 for a greedy or failed row).")
+      .def(nb::init<const Sampler&, nb::handle, int64_t>(), nb::arg("sampler"), nb::arg("batch"), nb::arg("num_logits"))
+      .def_ro("num_logits", &SampleArrays::num_logits)
+      .def_prop_ro("token_ids", [](const SampleArrays& arrays) { return arrays.token_ids.array; })
+      .def_prop_ro("is_failed", [](const SampleArrays& arrays) { return arrays.is_failed.array; })
+      .def_prop_ro("total_weights", [](const SampleArrays& arrays) { return arrays.total_weights.array; });
 }
 
 }  // namespace ropeway

@@ -136,12 +136,11 @@ void ThreadPool::work(int thread) {
       if (done == num_chunks) counter.done.notify_all();
     }
     if (done < num_chunks) {
-      job.wait(job.context, phase, thread, {counter, num_chunks});
-      spin_until([&] { return (done = counter.done.load(std::memory_order_acquire)) >= num_chunks; });
-      while (done < num_chunks) {
+      const IsDone is_done{counter, num_chunks};
+      job.wait(job.context, phase, thread, is_done);
+      spin_until(is_done);
+      while ((done = counter.done.load(std::memory_order_acquire)) < num_chunks)
         counter.done.wait(done, std::memory_order_acquire);
-        done = counter.done.load(std::memory_order_acquire);
-      }
     }
     if (thread == 0) {
       current_phase_.store(phase + 1, std::memory_order_release);

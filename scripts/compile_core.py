@@ -16,9 +16,9 @@ from setuptools import Distribution
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, os.getcwd())
-from ropeway._written_core import DIGEST_FILE, digest_of_core  # noqa: E402
+from ropeway._core_digest import DIGEST_FILE, digest_of_core  # noqa: E402
 
-# The package chooses between the two; and what users hand over is checked by name, not by the compiler's own checks.
+# A package without code; and what users hand over, which is checked by name and not by the compiler's own checks.
 INTERPRETED = {"__init__", "params"}
 QUICK = {"opt_level": "1", "debug_level": "0"}  # to compile: -O2 takes half as long again and its steps are no shorter
 

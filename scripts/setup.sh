@@ -50,7 +50,7 @@ digest() { cat "$@" | sha256sum | cut -c1-16; }
 environment="$PWD $("$python" -c 'import sys; print(sys.version, sys.prefix)' 2>/dev/null || true) $(digest pyproject.toml)"
 built_from() {
   find native CMakeLists.txt -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt
-  find src/ropeway/core src/ropeway/errors.py src/ropeway/_written_core.py scripts/compile_core.py -name '*.py'
+  find src/ropeway/core src/ropeway/errors.py src/ropeway/_core_digest.py scripts/compile_core.py -name '*.py'
 }
 sources="$environment $(built_from | LC_ALL=C sort | tr '\n' '\0' | xargs -0 sha256sum | sha256sum | cut -c1-16)"
 
@@ -79,7 +79,7 @@ if ! stamped build "$sources"; then
   check_tools
   echo "    compiling the native module and the scheduler (about a minute)"
   pip install --no-deps --no-build-isolation --config-settings=build-dir=build/cmake --editable . ||
-    fail "the native module did not build" "read the compiler's message above; $apt"
+    fail "the native module or the scheduler did not build" "read the compiler's message above; $apt"
   stamp build "$sources"
 fi
 [ "$last" = build ] && exit 0

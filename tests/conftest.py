@@ -13,7 +13,8 @@ import pytest
 from tests.support.random_gguf import RandomModel, write_random_gguf
 
 import ropeway.core.scheduler
-from ropeway._written_core import DIGEST_FILE, digest_of_core, is_interpreted
+from ropeway._core_digest import DIGEST_FILE, digest_of_core
+from ropeway._written_core import is_interpreted
 from ropeway.catalog import resolve_model
 
 if not is_interpreted():

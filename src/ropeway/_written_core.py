@@ -9,19 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from hashlib import sha256
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
 from types import ModuleType
 
 VARIABLE = "ROPEWAY_INTERPRET_CORE"
-DIGEST_FILE = "compiled_from.sha256"
-_DIRECTORY = os.path.join(os.path.dirname(__file__), "core")
 
 
 class _Finder:
     """Finds the modules of `ropeway.core` as they are written."""
 
-    _files = FileFinder(_DIRECTORY, (SourceFileLoader, SOURCE_SUFFIXES))
+    _files = FileFinder(os.path.join(os.path.dirname(__file__), "core"), (SourceFileLoader, SOURCE_SUFFIXES))
 
     @classmethod
     def find_spec(
@@ -39,13 +36,3 @@ def choose_core() -> None:
     """Before anything of `ropeway.core` is imported."""
     if is_interpreted():
         sys.meta_path.insert(0, _Finder)
-
-
-def digest_of_core() -> str:
-    """Of the modules as they are written. The build leaves it beside the compiled ones, in DIGEST_FILE."""
-    digest = sha256()
-    for name in sorted(os.listdir(_DIRECTORY)):
-        if name.endswith(".py"):
-            with open(os.path.join(_DIRECTORY, name), "rb") as file:
-                digest.update(sha256(name.encode()).digest() + sha256(file.read()).digest())
-    return digest.hexdigest()

@@ -14,9 +14,8 @@ import pytest
 import ropeway.core.scheduler
 from ropeway._written_core import VARIABLE, is_interpreted
 from ropeway.core.recipe import SchedulerRecipe
-from support.eventful_run import RECIPE, record
+from support.eventful_run import COSTS, RECIPE, record
 
-COSTS = {"step_fixed_s": 4e-3, "step_token_s": 2e-3, "step_later_token_s": 1e-3, "step_pair_s": 1e-7}
 PACED = replace(RECIPE, **COSTS)  # type: ignore[arg-type]
 REPLAY = """
 import sys

@@ -20,7 +20,14 @@ INF = np.inf
 
 def native(logits: Float32Array, batch: SampleBatch, isa: str, num_threads: int = 1) -> tuple[np.ndarray, ...]:
     sampler = _native.Sampler(_native.ThreadPool(num_threads), logits.shape[1], isa)
-    return sampler.sample(logits, batch)[:3]
+    return drawn(sampler, logits, batch)[:3]
+
+
+def drawn(sampler: _native.Sampler, logits: Float32Array, batch: SampleBatch) -> tuple[Any, ...]:
+    """token_ids, is_failed, total_weights, and the columns of Logprobs or None."""
+    arrays = _native.SampleArrays(sampler, batch, len(logits))
+    logprobs = sampler.draw(logits, arrays)
+    return arrays.token_ids, arrays.is_failed, arrays.total_weights, logprobs
 
 
 def total_weight(logits: Float32Array, batch: SampleBatch, r: int) -> int:
@@ -143,7 +150,7 @@ def test_the_sampler_keeps_nothing_between_rows(isa: str) -> None:
         logits, batch = random_rows(rng, 6, 100, lambda size: rng.normal(scale=1, size=size))
         logits[rng.integers(0, 6)] = np.nan
         expected = sample_reference(logits.copy(), batch)
-        token_ids, is_failed, _, _ = sampler.sample(logits, batch)
+        token_ids, is_failed, _, _ = drawn(sampler, logits, batch)
         np.testing.assert_array_equal(token_ids, expected.token_ids)
         np.testing.assert_array_equal(is_failed, expected.is_failed)
 
@@ -207,7 +214,7 @@ def test_a_batch_that_makes_no_sense_is_refused(name: str, value: np.ndarray, me
     batch = sample_batch(1, outputs=[[1, 2]], biases=[{3: 1.0}], banned=[[4]], presence_penalty=1.0)
     sampler = _native.Sampler(_native.ThreadPool(1), 9)
     with pytest.raises(ValueError, match=message):
-        sampler.sample(np.zeros((1, 9), dtype=np.float32), dataclasses.replace(batch, **{name: value}))
+        drawn(sampler, np.zeros((1, 9), dtype=np.float32), dataclasses.replace(batch, **{name: value}))
 
 
 def test_sizes_that_make_no_sense_are_refused() -> None:
@@ -216,13 +223,12 @@ def test_sizes_that_make_no_sense_are_refused() -> None:
         with pytest.raises(ValueError, match="cannot be sampled"):
             _native.Sampler(pool, vocab_size)
     with pytest.raises(ValueError, match="logits of 8 tokens, not 9"):
-        _native.Sampler(pool, 9).sample(np.zeros((1, 8), dtype=np.float32), sample_batch(1))
+        drawn(_native.Sampler(pool, 9), np.zeros((1, 8), dtype=np.float32), sample_batch(1))
 
 
 def test_an_empty_batch_draws_nothing() -> None:
-    *columns, logprobs = _native.Sampler(_native.ThreadPool(2), 9).sample(
-        np.zeros((0, 9), dtype=np.float32), sample_batch(0)
-    )
+    sampler = _native.Sampler(_native.ThreadPool(2), 9)
+    *columns, logprobs = drawn(sampler, np.zeros((0, 9), dtype=np.float32), sample_batch(0))
     assert logprobs is None
     assert [len(column) for column in columns] == [0, 0, 0]
     assert [column.dtype for column in columns] == [np.int32, np.bool_, np.uint64]
@@ -272,7 +278,7 @@ def test_log_probabilities_are_of_the_raw_logits(isa: str) -> None:
     rows = np.arange(0, 40, 3, dtype=np.int32)
     asking = dataclasses.replace(batch, logprobs=LogprobRows(rows, 6))
     sampler = _native.Sampler(_native.ThreadPool(2), 777, isa)
-    *draws, found = sampler.sample(logits.copy(), asking)
+    *draws, found = drawn(sampler, logits.copy(), asking)
     for column, same in zip(draws, plain, strict=True):
         np.testing.assert_array_equal(column, same)
     assert_same_logprobs(Logprobs(*found), score_reference(logits, ScoreBatch(rows, plain[0][rows], 6)))
@@ -330,10 +336,10 @@ def test_refuses_rows_that_are_not_there() -> None:
         with pytest.raises(ValueError, match="do not ascend within 3 rows"):
             sampler.score(logits, ScoreBatch(np.array(rows, np.int32), three[: len(rows)], 1))
         with pytest.raises(ValueError, match="logits_rows do not ascend"):
-            sampler.sample(logits, sample_batch(len(rows), logits_rows=rows))
+            drawn(sampler, logits, sample_batch(len(rows), logits_rows=rows))
         with pytest.raises(ValueError, match="logprobs.rows do not ascend"):
-            sampler.sample(logits, sample_batch(3, logprobs=LogprobRows(np.array(rows, np.int32), 1)))
+            drawn(sampler, logits, sample_batch(3, logprobs=LogprobRows(np.array(rows, np.int32), 1)))
     with pytest.raises(ValueError, match="token_ids holds token 8"):
         sampler.score(logits, ScoreBatch(three[:1], np.array([8], np.int32), 1))
     with pytest.raises(ValueError, match="masks.words"):
-        sampler.sample(logits, sample_batch(3, allowed={0: [True] * 40}))
+        drawn(sampler, logits, sample_batch(3, allowed={0: [True] * 40}))

@@ -16,20 +16,17 @@ from ropeway.core.policy import FirstComeFirstServed, Policy
 from ropeway.core.sequence import Sequence
 from ropeway.core.waiting_line import WaitingLine
 from support.scheduling import make_request, make_scheduler, run_step
-from support.stand_in import StandIn
+from support.stand_in import PolicyStandIn
 
 NUM_STEPS = 150
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=8)
 
 
-class WithoutPreemption(StandIn):
+class WithoutPreemption(PolicyStandIn):
     """The theorem is of a server where nobody makes way."""
 
     def __init__(self) -> None:
         super().__init__(VirtualTokenCounters())
-
-    def __len__(self) -> int:
-        return len(self._original)
 
     def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         return []

@@ -11,7 +11,7 @@ from ropeway.core.policy import FirstComeFirstServed
 from ropeway.core.sequence import Sequence
 from support.exhaustive import Arrival, Walk, walk
 from support.schedulers import ADMISSIONS, POLICIES
-from support.stand_in import StandIn
+from support.stand_in import PolicyStandIn, StandIn
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
@@ -45,14 +45,11 @@ def test_the_walk_sees_a_leak() -> None:
         walk(Walk(POLICIES["fcfs"], Leaking, (Arrival(5, 2),)))
 
 
-class Yielding(StandIn):
+class Yielding(PolicyStandIn):
     """Whoever runs makes way for whoever waits, and so on; else as FirstComeFirstServed."""
 
     def __init__(self) -> None:
         super().__init__(FirstComeFirstServed())
-
-    def __len__(self) -> int:
-        return len(self._original)
 
     def victims_for(self, newcomer: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         return list(running)

@@ -21,6 +21,7 @@ RECIPE = SchedulerRecipe(
     block_size=4,
     admission="optimistic",
 )
+COSTS = {"step_fixed_s": 4e-3, "step_token_s": 2e-3, "step_later_token_s": 1e-3, "step_pair_s": 1e-7}  # of its machine
 
 
 class SometimesFailing(ScriptedRunner):

@@ -13,3 +13,10 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+class PolicyStandIn(StandIn):
+    """Of a policy, whose length is asked for as that of a type."""
+
+    def __len__(self) -> int:
+        return len(self._original)

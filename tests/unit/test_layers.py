@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2] / "src" / "ropeway"
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
+    "_core_digest": set(),
     "_written_core": set(),
     "core": set(),
     "text": set(),

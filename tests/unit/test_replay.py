@@ -17,7 +17,7 @@ from ropeway.sim.cost_model import TWO_CORES
 from ropeway.sim.replay import Replay, ReplayDifference
 from ropeway.sim.simulator import AnswerLengths, VirtualClock
 from ropeway.sim.timeline import Timeline
-from support.eventful_run import RECIPE, SometimesFailing, arrivals, record
+from support.eventful_run import COSTS, RECIPE, SometimesFailing, arrivals, record
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,7 @@ def test_requests_that_run_out_of_time_in_a_pause_leave_the_replay_exact() -> No
 
 @pytest.mark.parametrize("targets", [{}, {"objective": "latency"}, {"slo_tpot_s": 0.03, "slo_ttft_s": 20.0}])
 def test_a_schedule_paced_and_predicted_is_rebuilt(targets: dict[str, float]) -> None:
-    costs = {"step_fixed_s": 4e-3, "step_token_s": 2e-3, "step_later_token_s": 1e-3, "step_pair_s": 1e-7}
-    recipe = replace(RECIPE, admission="predictive", **costs, **targets)  # type: ignore[arg-type]
+    recipe = replace(RECIPE, admission="predictive", **COSTS, **targets)  # type: ignore[arg-type]
     records, data = record(recipe, num_requests=160)
     replay = Replay(DecisionLog(data))
     assert [replayed.record for replayed in replay.run()] == records

@@ -77,7 +77,7 @@ class NativeBackend:
         self._sampler = _native.Sampler(self._pool, program.vocab_size, isa)
         # Of the batches that were passed last: one that advances in place is taken apart once.
         self._forward: tuple[ForwardBatch, _native.ForwardArrays] | None = None
-        self._sample: tuple[SampleBatch, int, _native.SampleArrays] | None = None
+        self._sample: tuple[SampleBatch, _native.SampleArrays] | None = None
         self._calls: collections.deque[tuple[float, float]] = collections.deque(maxlen=MAX_CALLS_KEPT)
         _Builder(self._executable, select_early(program), tensors).build()
         _release_file_pages(tensors.values())
@@ -133,10 +133,9 @@ class NativeBackend:
     def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
         """One token per row of the batch; its rows of logits[R, vocab] are changed in place."""
         last = self._sample
-        if last is None or last[0] is not batch or last[1] != len(logits):
-            arrays = _native.SampleArrays(batch, len(logits), self.vocab_size)
-            last = self._sample = (batch, len(logits), arrays)
-        arrays = last[2]
+        if last is None or last[0] is not batch or last[1].num_logits != len(logits):
+            last = self._sample = (batch, _native.SampleArrays(self._sampler, batch, len(logits)))
+        arrays = last[1]
         logprobs = self._sampler.draw(logits, arrays)
         self._calls.append(self._sampler.last_call)
         return Samples(arrays.token_ids, arrays.is_failed, None if logprobs is None else Logprobs(*logprobs))

@@ -43,24 +43,22 @@ class DecodeRun:
     A call of numpy takes some 8 us where a forward pass has just had all of the caches; making these batches anew takes
     forty.
 
-    next_starts: of the rows, in a step that goes on. drawn: their tokens.
+    drawn: the tokens of the rows, which a step that goes on computes behind kv_lens.
     """
 
     rows: PlanRows
     forward: ForwardBatch
     sample: SampleBatch
-    next_starts: list[int]
     drawn: Int32Array
 
     def is_followed_by(self, plan: StepPlan, rows: PlanRows) -> bool:
-        return rows is self.rows and is_decode(plan) and list(plan.starts) == self.next_starts
+        return rows is self.rows and is_decode(plan) and list(plan.starts) == self.forward.kv_lens.tolist()
 
     def advance(self) -> None:
         batch = self.forward
         batch.token_ids[:] = self.drawn
         np.add(batch.positions, 1, out=batch.positions)
         np.add(batch.kv_lens, 1, out=batch.kv_lens)  # the sample batch's too
-        self.next_starts = [start + 1 for start in self.next_starts]
 
 
 def is_decode(plan: StepPlan) -> bool:

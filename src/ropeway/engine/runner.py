@@ -6,7 +6,6 @@ feeds its own samples back into them. Knows arrays; knows nothing of scheduling,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import compress, pairwise
 from operator import le
@@ -127,13 +126,12 @@ class Runner:
         self._result = result if prompt_logprobs is None else replace(result, prompt_logprobs=prompt_logprobs)
         is_plain = masks is None and not rows.has_token_lists and logits_rows is None and not result.failed_sequence_ids
         if is_plain and is_decode(plan):
-            next_starts = [start + 1 for start in plan.starts]
-            self._decode_run = DecodeRun(rows, batch, sample_batch, next_starts, samples.token_ids)
+            self._decode_run = DecodeRun(rows, batch, sample_batch, samples.token_ids)
 
     def _go_on(self, plan: StepPlan, last: DecodeRun) -> None:
         """The rows of the last step compute the tokens that they drew."""
         last.advance()
-        self._check_blocks(last.rows, last.next_starts)
+        self._check_blocks(last.rows, last.forward.kv_lens)
         samples = self._backend.sample(self._backend.forward(last.forward), last.sample)
         self._result = self._feed_back(plan.step_id, last.rows, last.forward.kv_lens, samples)
         if not self._result.failed_sequence_ids:
@@ -271,12 +269,12 @@ class Runner:
                 assert counts[slot] <= self._row_blocks, "a sequence was granted more blocks than its context holds"
                 blocks[slot, first : counts[slot]] = grants.block_ids[begin:end]
 
-    def _check_blocks(self, rows: PlanRows, kv_lens: Iterable[int]) -> None:
+    def _check_blocks(self, rows: PlanRows, kv_lens: Int32Array) -> None:
         """Every row has the blocks that its tokens are in."""
-        block_size = self._backend.block_size
+        block_size, lengths = self._backend.block_size, kv_lens.tolist()
         for counts in self._num_blocks:
             num_slots = [counts[slot] * block_size for slot in rows.slot_numbers]
-            assert all(map(le, kv_lens, num_slots)), "a row lacks blocks"
+            assert all(map(le, lengths, num_slots)), "a row lacks blocks"
 
     def _forward_batch(self, plan: StepPlan, rows: PlanRows, num_known: Int32Array) -> ForwardBatch:
         """num_known[S]: tokens that each row has."""
@@ -293,7 +291,7 @@ class Runner:
             positions = np.repeat(starts - query_indptr[:-1], num_tokens) + within
             token_index = np.repeat(rows.token_offsets, num_tokens) + positions
         assert (kv_lens <= num_known).all(), "a row computes tokens that are not known yet"
-        self._check_blocks(rows, kv_lens.tolist())
+        self._check_blocks(rows, kv_lens)
         last_rows = query_indptr[1:] - np.int32(1)
         return ForwardBatch(
             token_ids=self._tokens.reshape(-1)[token_index],
