@@ -29,6 +29,8 @@ struct Single {
   static Vector load(const float* p) { return load_f32(p); }
   static Vector load(const uint16_t* p) { return load_f16(p); }
   static void store(float* p, Vector v) { store_f32(p, v); }
+  static float reduce_max(Vector v) { return reduce_max_f32(v); }
+  static F32x8 add_to(F32x8 sums, Vector v) { return add(sums, v); }
 };
 struct Double {
   using Vector = TileF32;
@@ -38,6 +40,9 @@ struct Double {
   static Vector load(const float* p) { return load_tile(p); }
   static Vector load(const uint16_t* p) { return load_tile_f16(p); }
   static void store(float* p, Vector v) { store_tile(p, v); }
+  static float reduce_max(Vector v) { return reduce_max_f32(max_f32(low_half(v), high_half(v))); }
+  // As the two halves one after the other.
+  static F32x8 add_to(F32x8 sums, Vector v) { return add(add(sums, low_half(v)), high_half(v)); }
 };
 
 template <bool IsDouble>
@@ -178,22 +183,25 @@ inline void mix_rest(const float* p, int first_key, int num_keys, const KeyTile<
 // s[R][64] holds the scores (in powers of two) of a tile's keys, of which pair r sees the first num_keys[r], and
 // receives their weights under the new maxima; the sums, maxima and decays of the R states follow. One step after
 // another for all pairs, so that the chains of one pair wait beside those of the others.
-template <int R>
+template <class Unit, int R>
 inline void soften(float* s, const int* num_keys, float* sums, int64_t stride) {
+  using Vector = typename Unit::Vector;
+  constexpr int kWidth = Unit::kVectors * kLanes, kVectors = kKeyTile / kWidth;
+  const auto set = set_lanes<Vector>;
   float fall[kLanes] = {};  // old maximum - new maximum
   for (int r = 0; r < R; ++r) {
     float* row = s + r * kKeyTile;
-    F32x8 top = load_f32(row);
+    Vector top = Unit::load(row);
     if (num_keys[r] == kKeyTile) {
       ROPEWAY_UNROLL
-      for (int c = 1; c < kTileVectors; ++c) top = max_f32(top, load_f32(row + c * kLanes));
+      for (int c = 1; c < kVectors; ++c) top = max_f32(top, Unit::load(row + c * kWidth));
     } else {
-      const int num_vectors = num_keys[r] / kLanes, rest = num_keys[r] % kLanes;
-      if (num_vectors == 0) top = set_f32(kNoKeys);
-      for (int c = 1; c < num_vectors; ++c) top = max_f32(top, load_f32(row + c * kLanes));
-      if (rest) top = max_f32(top, first_lanes(load_f32(row + num_vectors * kLanes), rest, set_f32(kNoKeys)));
+      const int num_vectors = num_keys[r] / kWidth, rest = num_keys[r] % kWidth;
+      if (num_vectors == 0) top = set(kNoKeys);
+      for (int c = 1; c < num_vectors; ++c) top = max_f32(top, Unit::load(row + c * kWidth));
+      if (rest) top = max_f32(top, first_lanes(Unit::load(row + num_vectors * kWidth), rest, set(kNoKeys)));
     }
-    const float tile_maximum = reduce_max_f32(top), maximum = sums[r * stride + kMaximumAt];
+    const float tile_maximum = Unit::reduce_max(top), maximum = sums[r * stride + kMaximumAt];
     const float new_maximum = tile_maximum > maximum ? tile_maximum : maximum;
     fall[r] = maximum - new_maximum;
     sums[r * stride + kMaximumAt] = new_maximum;
@@ -202,20 +210,20 @@ inline void soften(float* s, const int* num_keys, float* sums, int64_t stride) {
   store_f32(decay, exp2_f32_below(load_f32(fall)));
   for (int r = 0; r < R; ++r) {
     float* row = s + r * kKeyTile;
-    const F32x8 shift = set_f32(sums[r * stride + kMaximumAt]);
+    const Vector shift = set(sums[r * stride + kMaximumAt]);
     F32x8 total = mul(load_f32(sums + r * stride), set_f32(decay[r]));
-    const auto weigh = [&](int c) { return exp2_f32_below(sub(load_f32(row + c * kLanes), shift)); };
-    const auto take = [&](int c, F32x8 weight) {
-      store_f32(row + c * kLanes, weight);
-      total = add(total, weight);
+    const auto weigh = [&](int c) { return exp2_f32_below(sub(Unit::load(row + c * kWidth), shift)); };
+    const auto take = [&](int c, Vector weight) {
+      Unit::store(row + c * kWidth, weight);
+      total = Unit::add_to(total, weight);
     };
     if (num_keys[r] == kKeyTile) {
       ROPEWAY_UNROLL
-      for (int c = 0; c < kTileVectors; ++c) take(c, weigh(c));
+      for (int c = 0; c < kVectors; ++c) take(c, weigh(c));
     } else {
-      const int num_vectors = num_keys[r] / kLanes, rest = num_keys[r] % kLanes;
+      const int num_vectors = num_keys[r] / kWidth, rest = num_keys[r] % kWidth;
       for (int c = 0; c < num_vectors; ++c) take(c, weigh(c));
-      if (rest) take(num_vectors, first_lanes(weigh(num_vectors), rest, zero_f32()));
+      if (rest) take(num_vectors, first_lanes(weigh(num_vectors), rest, Unit::zero()));
     }
     float* out = sums + r * stride;
     store_f32(out, total);
@@ -228,7 +236,8 @@ inline void soften(float* s, const int* num_keys, float* sums, int64_t stride) {
 template <class Unit>
 constexpr int chain_columns(int rows) {
   if (kTileRows == 1) return 1;
-  return rows == 1 ? 8 / Unit::kVectors : rows <= 3 ? 4 : 2;
+  if (Unit::kVectors == 2) return 4;  // 6 rows in 4 columns are 24 of 32 registers
+  return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
 }
 
 // step(Count<C>, first vector) over num_vectors vectors, in C columns as long as there are so many, then in fewer.
@@ -287,7 +296,7 @@ void attend_pairs(Queries q, int num_pairs, int head_dim, const KeyTile<T>& tile
       score_vectors<Unit, R, decltype(columns)::value>(q.from(first), head_dim, tile, c * Unit::kVectors,
                                                        s + first * kKeyTile + c * kKeys);
     });
-    soften<R>(s + first * kKeyTile, num_keys, states + first * stride + at_sums, stride);
+    soften<Unit, R>(s + first * kKeyTile, num_keys, states + first * stride + at_sums, stride);
   });
   for_pairs(num_pairs, [&](auto rows, int first) {
     constexpr int R = decltype(rows)::value;
@@ -351,15 +360,18 @@ inline KeyTile<float> widen_tile(const KeyTile<uint16_t>& from, int head_dim, in
     tile.v[c] = values + c * kLanes * padded;
   }
   for (int c = 0; c < num_vectors; c += 2) {
-    const int num_together = c + 1 < num_vectors ? 2 : 1;
     float* panel = out + c / 2 * head_dim * kPanel;
-    for (int d = 0; d < head_dim; ++d)
-      for (int i = 0; i < num_together; ++i)
+    if (c + 1 < num_vectors && from.k[c + 1] == from.k[c] + kLanes) {
+      for (int d = 0; d < head_dim; ++d) store_tile(panel + d * kPanel, load_tile_f16(from.k[c] + d * from.ld_k));
+      continue;
+    }
+    for (int i = 0; i < 2 && c + i < num_vectors; ++i)
+      for (int d = 0; d < head_dim; ++d)
         store_f32(panel + d * kPanel + i * kLanes, load_f16(from.k[c + i] + d * from.ld_k));
   }
   for (int c = 0; c < num_vectors; ++c)
-    for (int i = 0; i < kLanes * padded; i += kLanes)
-      store_f32(values + c * kLanes * padded + i, load_f16(from.v[c] + i));
+    for (int i = 0; i < kLanes * padded; i += kTileColumns)
+      store_tile(values + c * kLanes * padded + i, load_tile_f16(from.v[c] + i));
   return tile;
 }
 

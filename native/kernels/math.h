@@ -6,16 +6,30 @@ namespace {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
+// x in every lane of a vector of 8, or of a tile.
+template <class Vector>
+Vector set_lanes(float x);
+template <>
+inline F32x8 set_lanes<F32x8>(float x) {
+  return set_f32(x);
+}
+template <>
+inline TileF32 set_lanes<TileF32>(float x) {
+  return set_tile(x);
+}
+
 // 2^x for -126 <= x <= 127 or NaN. Adding 1.5 * 2^23 + 127 rounds x to a whole number and leaves the exponent of its
 // power of two in the lowest bits.
-inline F32x8 exp2_f32_within(F32x8 x) {
-  const F32x8 shift = set_f32(12582912.0f + 127.0f), shifted = add(x, shift), f = sub(x, sub(shifted, shift));
-  F32x8 p = set_f32(0.0013264727f);
-  p = fma(p, f, set_f32(0.009671513f));
-  p = fma(p, f, set_f32(0.055507336f));
-  p = fma(p, f, set_f32(0.24022242f));
-  p = fma(p, f, set_f32(0.693147f));
-  p = fma(p, f, set_f32(1.0f));
+template <class Vector>
+inline Vector exp2_f32_within(Vector x) {
+  const auto set = set_lanes<Vector>;
+  const Vector shift = set(12582912.0f + 127.0f), shifted = add(x, shift), f = sub(x, sub(shifted, shift));
+  Vector p = set(0.0013264727f);
+  p = fma(p, f, set(0.009671513f));
+  p = fma(p, f, set(0.055507336f));
+  p = fma(p, f, set(0.24022242f));
+  p = fma(p, f, set(0.693147f));
+  p = fma(p, f, set(1.0f));
   return mul(p, exponent_of_low_bits(shifted));
 }
 
@@ -24,7 +38,10 @@ inline F32x8 exp2_f32_within(F32x8 x) {
 inline F32x8 exp2_f32(F32x8 x) { return exp2_f32_within(min_f32(set_f32(127.0f), max_f32(set_f32(-126.0f), x))); }
 
 // exp2_f32 of x <= 0 or NaN: the same bits without the bound from above.
-inline F32x8 exp2_f32_below(F32x8 x) { return exp2_f32_within(max_f32(set_f32(-126.0f), x)); }
+template <class Vector>
+inline Vector exp2_f32_below(Vector x) {
+  return exp2_f32_within(max_f32(set_lanes<Vector>(-126.0f), x));
+}
 
 // The first n (1..8) floats at p, zeros after.
 inline F32x8 load_first(const float* p, int n) {

@@ -29,6 +29,17 @@ inline TileF32 set_tile(float x) { return _mm512_set1_ps(x); }
 inline void store_tile(float* p, TileF32 v) { _mm512_storeu_ps(p, v); }
 inline TileF32 mul(TileF32 a, TileF32 b) { return _mm512_mul_ps(a, b); }
 inline TileF32 fma(TileF32 a, TileF32 b, TileF32 c) { return _mm512_fmadd_ps(a, b, c); }
+inline TileF32 add(TileF32 a, TileF32 b) { return _mm512_add_ps(a, b); }
+inline TileF32 sub(TileF32 a, TileF32 b) { return _mm512_sub_ps(a, b); }
+inline TileF32 max_f32(TileF32 a, TileF32 b) { return _mm512_max_ps(a, b); }
+inline TileF32 exponent_of_low_bits(TileF32 v) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23));
+}
+inline TileF32 first_lanes(TileF32 v, int n, TileF32 rest) {
+  return _mm512_mask_mov_ps(rest, static_cast<__mmask16>((1u << n) - 1), v);
+}
+inline F32x8 low_half(TileF32 v) { return _mm512_castps512_ps256(v); }
+inline F32x8 high_half(TileF32 v) { return _mm512_extractf32x8_ps(v, 1); }
 
 inline TileBits load_tile_bits(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_tile_bits(void* p, TileBits v) { _mm512_storeu_si512(p, v); }

@@ -32,6 +32,8 @@ inline void store_tile(float* p, TileF32 v) {
   store_f32(p, v.low);
   store_f32(p + 8, v.high);
 }
+inline F32x8 low_half(TileF32 v) { return v.low; }
+inline F32x8 high_half(TileF32 v) { return v.high; }
 inline TileF32 mul(TileF32 a, TileF32 b) { return {mul(a.low, b.low), mul(a.high, b.high)}; }
 inline TileF32 fma(TileF32 a, TileF32 b, TileF32 c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
 
