@@ -11,7 +11,7 @@
 namespace ropeway {
 namespace {
 
-constexpr int kMaxPassTokens = 512;  // a longer step runs as several passes, so that activations stay in the caches
+constexpr int kMaxPassTokens = 256;  // a longer step runs as several passes, so that activations stay in the caches
 constexpr int kMaxProductRows = 256;
 constexpr int kMinQueryPairs = 24, kMaxQueryPairs = 144;  // (row, head) pairs that share a widened tile of keys
 constexpr int kMaxQueryFloats = kMaxQueryPairs * 64;
