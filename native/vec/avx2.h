@@ -115,7 +115,8 @@ inline void store_i32_as_i8_pairs(int8_t* out, Bits256 a, Bits256 b, Bits256 c, 
 inline void store_i32_as_i16(int16_t* out, Bits256 a, Bits256 b) {
   store_bits(out, _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
 }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// GCC 12 deletes a loop that does nothing but prefetch.
+inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
 
 inline F32x8 sub(F32x8 a, F32x8 b) { return _mm256_sub_ps(a, b); }
 inline F32x8 div(F32x8 a, F32x8 b) { return _mm256_div_ps(a, b); }
