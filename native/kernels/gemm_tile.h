@@ -48,7 +48,7 @@ struct Fetch {
   template <int Columns = 1>
   ROPEWAY_INLINE void step() {
     for (int i = 0; i < num_lines; i++, from += 64)
-      for (int c = 0; c < Columns; c++) prefetch(from + c * tile_bytes);
+      for (int c = 0; c < Columns; c++) prefetch_weights(from + c * tile_bytes);
   }
 };
 
@@ -141,6 +141,9 @@ void gemm_tiles(const PackedMatrix& w, const Activations& a, int row0, int row1,
       const int num_rows = row1 - row < kBlockRows ? row1 - row : kBlockRows;
       for (int c = 0; c < kColumns; c++)
         memset(acc + c * kAccFloats, 0, size_t(num_rows) * kTileColumns * sizeof(float));
+      // Results of many outputs lie in memory: without this, 96 rows take 1.18 times as long.
+      for (int r = row; r < row + num_rows; r++)
+        for (int c = 0; c < kColumns; c++) prefetch(out + r * ld_out + col + c * kTileColumns);
       for (int step = 0; step < num_steps; step += block) {
         const int count = num_steps - step < block ? num_steps - step : block;
         const uint8_t* data = tile + size_t(step) * Packed::kStepBytes;
