@@ -11,7 +11,14 @@ void gemm(const PackedMatrix& w, const Activations& a, int row0, int row1, int c
       if (w.has_min) return gemm_tiles<GemmU4<true>>(w, a, row0, row1, col0, col1, out, ld_out);
       return gemm_tiles<GemmU4<false>>(w, a, row0, row1, col0, col1, out, ld_out);
     case Form::S8:
-      return gemm_tiles<GemmS8>(w, a, row0, row1, col0, col1, out, ld_out);
+      if constexpr (kHasWideTiles) {
+        const int num_tiles = (col1 - col0 + kTileColumns - 1) / kTileColumns;
+        const int end = num_tiles % 2 == 0 ? col1 : col0 + (num_tiles - 1) * kTileColumns;
+        if (col0 < end) gemm_tiles<GemmS8<2>>(w, a, row0, row1, col0, end, out, ld_out);
+        col0 = end;
+      }
+      if (col0 < col1) gemm_tiles<GemmS8<1>>(w, a, row0, row1, col0, col1, out, ld_out);
+      return;
     case Form::F16:
       return gemm_tiles<GemmFloat<SourceF16>>(w, a, row0, row1, col0, col1, out, ld_out);
     case Form::BF16:

@@ -25,7 +25,7 @@ struct GemmFloat {
   static constexpr int kDirectSteps = 256;  // 8 or 16 KB
   static constexpr int kPanelSteps = 256;   // 16 KB
   static constexpr int kStepsAhead = 64, kStepsPerFetch = 4;
-  static constexpr int kRows = kTileRows;
+  static constexpr int kRows = kTileRows, kColumns = 1;
 
   static void finish(const Activations&, int, int, float*) {}
 

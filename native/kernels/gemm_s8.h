@@ -24,62 +24,73 @@ struct PanelS8 {
 };
 
 // The int32 sums of a step, row by row; members for the reason of SumsU4.
-template <int Rows>
+template <int Rows, int Columns>
 struct SumsS8 {
-  WideSums sums;
-  SumsS8<Rows - 1> rest;
+  WideSums sums[Columns];
+  SumsS8<Rows - 1, Columns> rest;
 
   // Adds the products of input pair p, or starts with them.
-  ROPEWAY_INLINE void add(int p, TileBits w, const WideGroup* group, int num_groups) {
-    sums.add(p, w, group->codes);
+  ROPEWAY_INLINE void add(int p, const TileBits* w, const WideGroup* group, int num_groups) {
+    for (int c = 0; c < Columns; c++) sums[c].add(p, w[c], group->codes);
     rest.add(p, w, group + num_groups, num_groups);
   }
 
-  ROPEWAY_INLINE void add_to(float* acc, TileF32 scale, const WideGroup* group, int num_groups) const {
-    const TileF32 both = mul(scale, broadcast_tile(&group->scale));
-    store_tile(acc, fma(i32_to_f32(sums.total()), both, load_tile(acc)));
-    rest.add_to(acc + kTileColumns, scale, group + num_groups, num_groups);
+  ROPEWAY_INLINE void add_to(float* acc, const TileF32* scales, const WideGroup* group, int num_groups) const {
+    const TileF32 scale = broadcast_tile(&group->scale);
+    for (int c = 0; c < Columns; c++) {
+      float* to = acc + c * kAccFloats;
+      store_tile(to, fma(i32_to_f32(sums[c].total()), mul(scales[c], scale), load_tile(to)));
+    }
+    rest.add_to(acc + kTileColumns, scales, group + num_groups, num_groups);
   }
 };
-template <>
-struct SumsS8<0> {
-  void add(int, TileBits, const WideGroup*, int) {}
-  void add_to(float*, TileF32, const WideGroup*, int) const {}
+template <int Columns>
+struct SumsS8<0, Columns> {
+  void add(int, const TileBits*, const WideGroup*, int) {}
+  void add_to(float*, const TileF32*, const WideGroup*, int) const {}
 };
 
+// Columns: the column tiles that share what is loaded of a row. With one, wide vectors want a broadcast for every
+// multiply; with two, 2 * 12 sums, two vectors of weights and a broadcast fit the registers: 1.2 to 1.4 times as fast.
+template <int Columns>
 struct GemmS8 {
   using Packed = PackedS8;
   using Panel = PanelS8;
   static constexpr int kStepInputs = kGroup;
-  static constexpr int kDirectSteps = 24;  // 13 KB
-  static constexpr int kPanelSteps = 12;   // 13 KB
+  static constexpr int kDirectSteps = 24 / Columns;  // 13 KB
+  static constexpr int kPanelSteps = 12 / Columns;   // 13 KB
   static constexpr int kStepsAhead = 8, kStepsPerFetch = 1;
-  static constexpr int kRows = kTileRows;
+  static constexpr int kRows = kTileRows, kColumns = Columns;
 
   static void finish(const Activations&, int, int, float*) {}
 
   template <class Source, bool IsKept, int Rows>
   static void multiply(TileWeights weights, const Activations& a, int row, float* acc) {
+    constexpr size_t kPanelBytes = kPanelSteps * PanelS8::kStepBytes;
     const int num_groups = a.k / kGroup;
     const WideGroup* groups = a.wide + size_t(row) * num_groups + weights.steps.begin;
     const uint8_t* data = weights.data;
     uint8_t* panel = weights.panel;
     for (int g = 0; g < weights.steps.count; g++, data += Source::kStepBytes, groups++) {
-      const Source w{data};
-      weights.fetch.step();
-      SumsS8<Rows> sums;
+      weights.fetch.template step<Columns>();
+      SumsS8<Rows, Columns> sums;
       ROPEWAY_UNROLL
       for (int p = 0; p < 16; p++) {
-        const TileBits codes = w.codes(p);
-        if constexpr (IsKept) store_tile_bits(panel + p * 64, codes);
+        TileBits codes[Columns];
+        for (int c = 0; c < Columns; c++) {
+          codes[c] = Source{data + c * weights.tile_bytes}.codes(p);
+          if constexpr (IsKept) store_tile_bits(panel + c * kPanelBytes + p * 64, codes[c]);
+        }
         sums.add(p, codes, groups, num_groups);
       }
-      const TileF32 scale = w.scale();
-      if constexpr (IsKept) {
-        store_tile(reinterpret_cast<float*>(panel + PanelS8::kCodeBytes), scale);
-        panel += PanelS8::kStepBytes;
+      TileF32 scales[Columns];
+      for (int c = 0; c < Columns; c++) {
+        scales[c] = Source{data + c * weights.tile_bytes}.scale();
+        if constexpr (IsKept)
+          store_tile(reinterpret_cast<float*>(panel + c * kPanelBytes + PanelS8::kCodeBytes), scales[c]);
       }
-      sums.add_to(acc, scale, groups, num_groups);
+      if constexpr (IsKept) panel += PanelS8::kStepBytes;
+      sums.add_to(acc, scales, groups, num_groups);
       forget_target(acc);
     }
   }

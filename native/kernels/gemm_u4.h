@@ -88,7 +88,7 @@ struct GemmU4 {
   static constexpr int kDirectSteps = 24;  // 8 KB
   static constexpr int kPanelSteps = 12;   // 8 KB
   static constexpr int kStepsAhead = 8, kStepsPerFetch = 1;
-  static constexpr int kRows = kTileRows;
+  static constexpr int kRows = kTileRows, kColumns = 1;
 
   static void finish(const Activations& a, int row, int num_rows, float* acc) {
     for (int r = 0; r < num_rows; r++, acc += kTileColumns) {

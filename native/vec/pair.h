@@ -103,6 +103,9 @@ struct WideSums {
   TileBits total() const { return {low, high}; }
 };
 
+// Of weights that a later step multiplies by.
+inline void prefetch_weights(const void* p) { prefetch(p); }
+
 // The 32 codes of a group from its inputs 0-7, 8-15, 16-23 and 24-31, which fit in a signed byte, in the order of
 // code_input.
 inline void store_codes(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {

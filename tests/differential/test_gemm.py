@@ -198,6 +198,20 @@ def test_a_row_has_the_same_bits_in_any_batch_and_range(isa: str, tensor_type: T
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_column_tiles_taken_together_have_the_bits_of_each_alone(isa: str) -> None:
+    """Odd and even counts of them, the last one cut short; rows around the sizes of tiles and of blocks."""
+    k = 608
+    for n in (25, 32, 41, 80):
+        w, _ = pack(TensorType.Q8_0, n, k, seed=n)
+        for m in (1, 11, 12, 13, 24, 25, 37, 96, 97):
+            x = activations(m, k, seed=m)
+            alone = np.full((m, n), np.nan, np.float32)
+            for column in range(0, n, 16):
+                _native.gemm(isa, w, x, alone, (0, m), (column, min(n, column + 16)))
+            np.testing.assert_array_equal(product(isa, w, x).view(np.uint32), alone.view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("tensor_type", TYPES)
 def test_nothing_outside_the_range_is_written(isa: str, tensor_type: TensorType) -> None:
     w, _ = pack(tensor_type, 43, 64)
