@@ -9,7 +9,9 @@ aborted.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from uvicorn.server import ServerState
 from ropeway.errors import SlowClientError
 from ropeway.server.errors import error_json
 from ropeway.server.request_ids import REQUEST_ID
+from ropeway.server.sse import BEGIN_CHUNKS, TryWrite
 from ropeway.server.traffic import Phase, Traffic
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        self._chunks: _ChunkWriter | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,6 +81,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._traffic.num_connections -= 1
         self._end_receiving()
         self._stop_send_timer()
+        if self._chunks is not None:
+            self._chunks.has_room = False
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -103,6 +109,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._begin_receiving("body")
         super().on_headers_complete()
+        cast(dict[str, Any], self.cycle.scope)[BEGIN_CHUNKS] = functools.partial(_begin_chunks, weakref.ref(self))
 
     def on_message_complete(self) -> None:
         self._end_receiving()
@@ -115,12 +122,26 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        if self._chunks is not None:
+            self._chunks.has_room = False
         if self._send_timer is None:
             self._start_send_timer()
 
     def resume_writing(self) -> None:
         self._stop_send_timer()
         super().resume_writing()
+        if self._chunks is not None:
+            self._chunks.has_room = True
+
+    def begin_chunks(self) -> TryWrite | None:
+        """What takes the chunks of the answer that has begun; None where it is framed in another way, or nobody is
+        there any more.
+        """
+        cycle = self.cycle
+        if not cycle.chunked_encoding or cycle.disconnected or cycle.response_complete:
+            return None
+        self._chunks = _ChunkWriter(self.transport, has_room=not self.flow.write_paused)
+        return self._chunks.try_write
 
     def _begin_receiving(self, phase: Phase) -> None:
         self._end_receiving()
@@ -190,3 +211,28 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.write(b"".join([*lines, b"content-length: %d\r\n\r\n" % len(body), body]))
         self.transport.close()
         self._start_send_timer()
+
+
+def _begin_chunks(connection: weakref.ref[BoundedConnection]) -> TryWrite | None:
+    """For the scope of a request, which its connection holds in turn."""
+    found = connection()
+    return None if found is None else found.begin_chunks()
+
+
+class _ChunkWriter:
+    """Writes chunks of a streamed answer as uvicorn's `send` does, without a coroutine and a message for each.
+
+    has_room: kept by the connection; without room `send` waits for some, and knows what becomes of a lost connection.
+    """
+
+    __slots__ = ("_write", "has_room")
+
+    def __init__(self, transport: asyncio.Transport, *, has_room: bool) -> None:
+        self._write = transport.write
+        self.has_room = has_room
+
+    def try_write(self, chunk: bytes) -> bool:
+        if self.has_room:
+            self._write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+            return True
+        return False
