@@ -82,6 +82,8 @@ class Generation:
 class Usage:
     """The token counts of an answer, added up delta by delta."""
 
+    __slots__ = ("_num_cached_tokens", "num_completion_tokens", "num_prompt_tokens")
+
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_completion_tokens = 0
@@ -89,7 +91,8 @@ class Usage:
 
     def add(self, delta: Delta) -> None:
         self.num_completion_tokens += len(delta.token_ids)
-        if delta.index == 0:  # the other sequences of a request find what its first has computed
+        # The other sequences of a request find what its first has computed.
+        if delta.num_cached_tokens and delta.index == 0:
             known = self._num_cached_tokens.get(delta.request_id, 0)
             self._num_cached_tokens[delta.request_id] = max(known, delta.num_cached_tokens)
 
@@ -182,6 +185,8 @@ def event_writer(generation: Generation, form: Format) -> ChunkWriter:
 class ChunkWriter:
     """Writes chunks by joining bytes: everything but the text and the finish reason is known beforehand."""
 
+    __slots__ = ("_fixed_tail", "_form", "_generation", "_head", "_only_parts", "_parts", "_usage")
+
     def __init__(self, generation: Generation, form: Format) -> None:
         self._generation = generation
         self._form = form
@@ -193,6 +198,8 @@ class ChunkWriter:
             key: (b"data: " + self._head + form.chunk_parts(number)[0], form.chunk_parts(number)[1])
             for key, number in generation.choice_numbers().items()
         }
+        # Of an answer of one choice, as most are: nothing has to be looked up.
+        self._only_parts = next(iter(self._parts.values())) if len(self._parts) == 1 else None
         self._usage = Usage(generation.num_prompt_tokens)
 
     ping = b": ping\n\n"
@@ -219,9 +226,9 @@ class ChunkWriter:
             return b""
         if delta.finish_reason == "error":
             raise computation_error()
-        before, between = self._parts[delta.request_id, delta.index]
-        reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
-        return b"".join((before, orjson.dumps(delta.text), between, reason, b"}", self._tail()))
+        before, between = self._only_parts or self._parts[delta.request_id, delta.index]
+        reason = b"null}" if delta.finish_reason is None else b'"%s"}' % delta.finish_reason.encode()
+        return b"".join((before, orjson.dumps(delta.text), between, reason, self._fixed_tail or self._tail()))
 
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
         """The events of some deltas, in order. Raises as `chunk` does."""
@@ -243,6 +250,8 @@ class ChunkWriter:
 
 class _NewsWriter(ChunkWriter):
     """Writes chunks of answers that hold more than text."""
+
+    __slots__ = ("_news_of",)
 
     def __init__(self, generation: Generation, form: Format) -> None:
         super().__init__(generation, form)
