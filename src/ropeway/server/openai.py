@@ -6,8 +6,8 @@ Knows no routes and no sockets. Choices are numbered prompt by prompt: choice = 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -121,7 +121,7 @@ async def start_completion(llm: AsyncLLM, body: CompletionBody, caller: Caller) 
     if max_tokens is None:
         longest = max(len(prompt.token_ids) for prompt in encoded)
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, llm.facts.max_model_len - longest))
-    answer_id = f"cmpl-{uuid.uuid4().hex}"
+    answer_id = f"cmpl-{secrets.token_hex(16)}"
     return _generation(llm, body, caller, model, answer_id, encoded, max_tokens, grammar)
 
 
@@ -143,7 +143,7 @@ async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller, id_prefix: s
     encoded = await encode_chat(llm, body)
     grammar = await _tools_grammar(llm, use) if use.must_call else await _grammar(llm, body)
     shape = _answer_shape(llm, use, encoded, has_grammar=grammar is not None)
-    answer_id = f"{id_prefix}{uuid.uuid4().hex}"
+    answer_id = f"{id_prefix}{secrets.token_hex(16)}"
     return _generation(llm, body, caller, model, answer_id, [encoded], body.num_tokens_asked, grammar, shape)
 
 
