@@ -66,6 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        self._is_reading = False
         self._chunks: _ChunkWriter | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,11 +92,17 @@ class BoundedConnection(HttpToolsProtocol):
         if self._receiving is None and not self._is_answering:
             self._begin_receiving("headers")
         is_in_headers = self._receiving == "headers"
-        super().data_received(data)
+        self._is_reading = True
+        try:
+            super().data_received(data)
+        finally:
+            self._is_reading = False
         if is_in_headers and self._receiving == "headers":
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes", "headers_too_large")
+        if self._receiving is not None and self._receive_timer is None:
+            self._start_receive_timer(self._receiving)
 
     @property
     def _is_answering(self) -> bool:
@@ -146,6 +153,10 @@ class BoundedConnection(HttpToolsProtocol):
     def _begin_receiving(self, phase: Phase) -> None:
         self._end_receiving()
         self._receiving, self._num_header_bytes = phase, 0
+        if not self._is_reading:  # what most requests begin is over when all that has come has been read
+            self._start_receive_timer(phase)
+
+    def _start_receive_timer(self, phase: Phase) -> None:
         limits = self._limits
         timeout_s = limits.header_timeout_s if phase == "headers" else limits.body_timeout_s
         # What has come while the loop was late is read before the second timer runs.

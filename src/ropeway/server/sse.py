@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.responses import Response
 
@@ -24,6 +24,7 @@ from ropeway.outputs import Delta
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -266,36 +267,36 @@ class Outbox:
         return {"type": "http.response.body", "body": chunk, "more_body": not self.is_ended}
 
 
-def begin(call: Awaitable[None]) -> Awaitable[None] | None:
-    """Runs a coroutine as far as it goes without waiting: None where that was to its end, or else the rest to await.
+class Begun(Generic[T]):
+    """A coroutine that has run as far as it goes without waiting; await the rest. is_done: there is none.
 
-    A `send` waits only while the client's socket is full, and a task switch for each of the others costs more than
-    they do.
+    Most calls of `send` and `receive` wait for nothing, and a task switch or a clock for each costs more than they do.
     """
-    steps = call.__await__()
-    try:
-        waited_for = next(steps)
-    except StopIteration:
-        return None
-    return _Rest(steps, waited_for)
 
+    def __init__(self, call: Awaitable[T]) -> None:
+        self._steps = call.__await__()
+        self.is_done = False
+        self._advance(functools.partial(next, self._steps))
 
-class _Rest:
-    """The rest of a coroutine that has begun and waits for a future."""
-
-    def __init__(self, steps: Generator[Any, Any, None], waited_for: Any) -> None:
-        self._steps = steps
-        self._waited_for = waited_for
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        while True:
+    def __await__(self) -> Generator[Any, Any, T]:
+        while not self.is_done:
             try:
                 answer = yield self._waited_for
             except BaseException as error:
-                step = functools.partial(self._steps.throw, error)
+                self._advance(functools.partial(self._steps.throw, error))
             else:
-                step = functools.partial(self._steps.send, answer)
-            try:
-                self._waited_for = step()
-            except StopIteration:
-                return
+                self._advance(functools.partial(self._steps.send, answer))
+        return self._result
+
+    def _advance(self, step: Callable[[], Any]) -> None:
+        try:
+            self._waited_for = step()
+        except StopIteration as end:
+            self.is_done = True
+            self._result: T = end.value
+
+
+def begin(call: Awaitable[None]) -> Awaitable[None] | None:
+    """Runs a coroutine as far as it goes without waiting: None where that was to its end, or else the rest to await."""
+    begun = Begun(call)
+    return None if begun.is_done else begun
