@@ -49,9 +49,12 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """What one event adds to one sequence. is_stopped_by_text: a stop string ended it, and the engine does not know
+    """What one event adds to one sequence; nobody changes it. `frozen` would make it by a call for every field, and
+    one is made for every token.
+
+    is_stopped_by_text: a stop string ended it, and the engine does not know
     yet. logprobs: of token_ids, and prompt_logprobs: the next of the prompt's, where asked for. num_cached_tokens: of
     the prompt, how many the prefix cache held for this sequence. matched_stop: the stop string that ended it.
     """
@@ -69,13 +72,21 @@ class Delta:
 
 
 class Assembler:
-    """Turns the events of one request into text. Feed every event to `push`, in order."""
+    """Turns the events of one request into text. Feed every event to `push`, in order.
+
+    It is fetched from memory at every token of its request, as is what it holds: the model has driven it out of the
+    caches by then. Hence few and small objects, here and wherever else a token passes.
+    """
+
+    __slots__ = ("_detokenizers", "_num_ended_tokens", "_only_reads", "num_unfinished", "request")
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         params = request.params
         stop: Sequence[str] = tuple(params.stop)
         self.request = request
-        self._detokenizers = [
+        self._only_reads = request.max_tokens == 0
+        # None for a sequence that has ended.
+        self._detokenizers: list[Detokenizer | None] = [
             Detokenizer(
                 tokenizer,
                 stop=stop,
@@ -85,8 +96,7 @@ class Assembler:
             )
             for _ in range(params.n)
         ]
-        self._num_tokens = [0] * params.n
-        self._is_finished = [False] * params.n
+        self._num_ended_tokens = 0
         self.num_unfinished = params.n
 
     @property
@@ -96,24 +106,25 @@ class Assembler:
     @property
     def num_generated_tokens(self) -> int:
         """Tokens of the answer so far, all sequences together, counted through a stop string's match."""
-        return sum(self._num_tokens)
+        return self._num_ended_tokens + sum(each.num_tokens for each in self._detokenizers if each is not None)
 
     def push(self, event: SequenceEvent) -> Delta | None:
         """What the event adds; None where a stop string had ended the sequence already, or nothing changed."""
         index = event.index
-        if self._is_finished[index]:
+        detokenizer = self._detokenizers[index]
+        if detokenizer is None:
             return None
         if event.prompt_logprobs is not None:
             return Delta(event.request_id, index, "", (), None, prompt_logprobs=event.prompt_logprobs)
-        detokenizer = self._detokenizers[index]
         token_ids = event.token_ids
         reason = event.finish_reason
-        if self.request.max_tokens == 0 and token_ids:  # the prompt has been read, and that was all that was asked
-            return self._finish(Delta(event.request_id, index, "", (), "length"))
-        text = detokenizer.push(token_ids[:-1] if self._ends_unseen(event) else token_ids)
+        if self._only_reads and token_ids:  # the prompt has been read, and that was all that was asked
+            return self._finish(Delta(event.request_id, index, "", (), "length"), 0)
+        num_before = detokenizer.num_tokens
+        text = detokenizer.push(token_ids[:-1] if reason == "stop" and self._ends_unseen(token_ids) else token_ids)
         logprobs = event.logprobs or ()
-        if detokenizer.is_stopped:
-            token_ids = token_ids[: detokenizer.num_tokens - self._num_tokens[index]]
+        if detokenizer.matched_stop is not None:
+            token_ids = token_ids[: detokenizer.num_tokens - num_before]
             logprobs, is_news = logprobs[: len(token_ids)], reason is None
             return self._finish(
                 Delta(
@@ -126,7 +137,8 @@ class Assembler:
                     logprobs=logprobs,
                     num_cached_tokens=event.num_cached_tokens,
                     matched_stop=detokenizer.matched_stop,
-                )
+                ),
+                num_before,
             )
         if reason is not None:
             text += detokenizer.finish()
@@ -142,21 +154,21 @@ class Assembler:
                     logprobs=logprobs,
                     num_cached_tokens=event.num_cached_tokens,
                     matched_stop=detokenizer.matched_stop,
-                )
+                ),
+                num_before,
             )
-        self._num_tokens[index] += len(token_ids)
         return Delta(event.request_id, index, text, token_ids, None, False, logprobs, (), event.num_cached_tokens)
 
-    def _ends_unseen(self, event: SequenceEvent) -> bool:
-        """Whether the last token ended the sequence and is not part of the text, though it counts."""
-        if event.finish_reason != "stop" or not event.token_ids:
-            return False
+    def _ends_unseen(self, token_ids: Sequence[int]) -> bool:
+        """Whether a sequence stopped by its last token, which is no part of the text then, though it counts."""
         request = self.request
-        return event.token_ids[-1] in request.stop_token_ids and not request.params.include_stop_str_in_output
+        is_stop_token = bool(token_ids) and token_ids[-1] in request.stop_token_ids
+        return is_stop_token and not request.params.include_stop_str_in_output
 
-    def _finish(self, delta: Delta) -> Delta:
-        self._num_tokens[delta.index] += len(delta.token_ids)
-        self._is_finished[delta.index] = True
+    def _finish(self, delta: Delta, num_before: int) -> Delta:
+        """The last of a sequence, which had so many tokens before."""
+        self._num_ended_tokens += num_before + len(delta.token_ids)
+        self._detokenizers[delta.index] = None
         self.num_unfinished -= 1
         return delta
 

@@ -14,7 +14,7 @@ from ropeway.engine.engine import Engine
 from ropeway.engine.engine_thread import EngineThread, StepNews
 from ropeway.errors import EngineStoppedError, RequestTooLargeError
 from ropeway.model.gguf import GgufFile
-from ropeway.outputs import Delta
+from ropeway.outputs import Assembler, Delta
 from ropeway.text.tokenizer import Tokenizer
 
 
@@ -194,10 +194,11 @@ def test_text_that_cannot_be_put_together_ends_its_request_only(
     async def scenario(engine: AsyncEngine, backend: GatedBackend) -> None:
         streams = {name: engine.submit([request(name)]) for name in ("bad", "good")}
 
-        def broken(event: object) -> None:
-            raise KeyError("no such token")
+        class Broken(Assembler):
+            def push(self, event: object) -> Delta | None:
+                raise KeyError("no such token")
 
-        engine._open["bad"].assembler.push = broken  # type: ignore[method-assign,assignment]
+        engine._open["bad"].assembler = Broken(request("bad"), tokenizer)
         with pytest.raises(EngineStoppedError, match="no such token"):
             await streams["bad"].take_all()
         assert (await streams["good"].take_all())[-1].finish_reason == "length"

@@ -32,6 +32,16 @@ def test_characters_are_shown_when_complete(tokenizer: Tokenizer) -> None:
     assert pushes(Detokenizer(tokenizer), ids_of(tokenizer, "a€b")) == ["a", "", "", "€", "b", ""]
 
 
+def test_a_token_that_is_whole_by_itself_may_end_a_broken_character(tokenizer: Tokenizer) -> None:
+    """What a token is alone says nothing of it behind the beginning of a character."""
+    (a,) = ids_of(tokenizer, "a")
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push([a]) == "a"
+    assert detokenizer.push(ids_of(tokenizer, b"\xe2\x82")) == ""
+    assert detokenizer.push([a]) == "\ufffda"
+    assert detokenizer.push([a]) == "a"
+
+
 def test_invalid_bytes_are_shown_as_a_whole_decode_would(tokenizer: Tokenizer) -> None:
     for data in (b"\xe2\x82a", b"\xff\xfe", b"\xf0\x9f\x92", b"\xc3\xc3\xa9", b"\xed\xa0\x80x", b"\xf4\x90\x80\x80"):
         shown = "".join(pushes(Detokenizer(tokenizer), ids_of(tokenizer, data)))

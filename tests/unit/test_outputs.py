@@ -58,6 +58,22 @@ def test_a_character_cut_short_by_the_end(tokenizer: Tokenizer) -> None:
         assert delta is not None and (delta.text, delta.finish_reason) == (text, reason)
 
 
+def test_tokens_are_counted_through_the_end_of_each_sequence(tokenizer: Tokenizer) -> None:
+    """The stop token counts and is no text; of what comes with a stop string, only what completes it."""
+    ids = tokenizer.encode("abcdef")
+    request = Request("r", (5,), SamplingParams(n=2, stop="cd"), 100, seed=9, stop_token_ids=frozenset({ids[1]}))
+    assembler = Assembler(request, tokenizer)
+    assembler.push(event(ids[:1], index=0))
+    assembler.push(event(ids[2:3], index=1))
+    assert assembler.num_generated_tokens == 2
+    delta = assembler.push(event(ids[1:2], "stop", index=0))
+    assert delta is not None and (delta.text, delta.token_ids) == ("", (ids[1],))
+    assert assembler.num_generated_tokens == 3
+    delta = assembler.push(event(ids[3:], index=1))
+    assert delta is not None and delta.token_ids == (ids[3],)
+    assert assembler.num_generated_tokens == 4 and assembler.is_finished
+
+
 def test_sequences_end_one_by_one(tokenizer: Tokenizer) -> None:
     assembler = Assembler(request_for(n=2), tokenizer)
     assembler.push(event([70], "length", index=1))

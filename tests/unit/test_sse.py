@@ -8,7 +8,7 @@ import json
 import orjson
 import pytest
 
-from ropeway.server.sse import Message, Outbox, begin
+from ropeway.server.sse import Begun, Message, Outbox, begin
 
 
 async def send(log: list[str], *waits: asyncio.Future[str]) -> None:
@@ -34,6 +34,22 @@ def test_what_waits_is_awaited_to_its_end() -> None:
         loop.call_later(0.002, second.set_result, "more room")
         await rest
         assert log == ["begun", "room", "more room", "sent"]
+
+    asyncio.run(main())
+
+
+def test_what_it_returns_comes_out_whether_it_waited_or_not() -> None:
+    async def answer(wait: asyncio.Future[int] | None) -> int:
+        return 1 if wait is None else await wait
+
+    async def main() -> None:
+        at_once = Begun(answer(None))
+        assert at_once.is_done and await at_once == 1
+        wait = asyncio.get_running_loop().create_future()
+        later = Begun(answer(wait))
+        assert not later.is_done
+        wait.set_result(2)
+        assert await later == 2
 
     asyncio.run(main())
 

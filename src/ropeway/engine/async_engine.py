@@ -50,10 +50,6 @@ class _OpenRequest:
     num_cached_tokens: int = 0
     finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
 
-    @property
-    def is_broken(self) -> bool:
-        return self.error is not None
-
     def report(self, end_s: float | None = None) -> RequestReport:
         request = self.assembler.request
         return RequestReport(
@@ -290,11 +286,12 @@ class AsyncEngine:
 
     def _deliver_events(self, news: StepNews) -> None:
         streams: dict[OutputStream, None] = {}
+        open_requests, now_s = self._open, news.now_s
         for event in news.events:
-            entry = self._open.get(event.request_id)
+            entry = open_requests.get(event.request_id)
             if entry is not None:
                 streams[entry.stream] = None
-                self._deliver_event(entry, event, news.now_s)
+                self._deliver_event(entry, event, now_s)
         for stream in streams:
             stream.flush()
 
@@ -324,9 +321,9 @@ class AsyncEngine:
             asked.set_result(progress)
 
     def _deliver_event(self, entry: _OpenRequest, event: SequenceEvent, now_s: float) -> None:
-        if event.timeout is not None and not entry.is_broken:
+        if event.timeout is not None and entry.error is None:
             self._break(entry, _timeout_error(event.timeout, entry, now_s), now_s)
-        if not entry.is_broken:
+        if entry.error is None:
             try:
                 delta = entry.assembler.push(event)
             except Exception as error:
@@ -343,16 +340,17 @@ class AsyncEngine:
 
     def _deliver_delta(self, entry: _OpenRequest, delta: Delta, now_s: float) -> None:
         self.metrics.on_tokens(entry.times, delta.index, len(delta.token_ids), now_s)
-        if delta.index == 0:
-            entry.num_cached_tokens = max(entry.num_cached_tokens, delta.num_cached_tokens)
+        if delta.num_cached_tokens > entry.num_cached_tokens and delta.index == 0:
+            entry.num_cached_tokens = delta.num_cached_tokens
         entry.stream.put(delta)
+        if delta.finish_reason is None:
+            return
         if delta.is_stopped_by_text:
             self._thread.stop(delta.request_id, delta.index)
-        if delta.finish_reason is not None:
-            entry.finish_reasons[delta.index] = delta.finish_reason
-            self.metrics.on_finished(entry.times, delta.finish_reason, now_s)
-            if entry.assembler.is_finished:
-                entry.stream.finish(delta.request_id)
+        entry.finish_reasons[delta.index] = delta.finish_reason
+        self.metrics.on_finished(entry.times, delta.finish_reason, now_s)
+        if entry.assembler.is_finished:
+            entry.stream.finish(delta.request_id)
 
     def _fail_all(self, failure: BaseException, now_s: float) -> None:
         self._failure = failure
@@ -362,7 +360,7 @@ class AsyncEngine:
     def _fail(self, request_id: str, error: RopewayError, now_s: float) -> None:
         if request_id in self._open:
             entry = self._open[request_id]
-            if not entry.is_broken:
+            if entry.error is None:
                 self._break(entry, error, now_s)
             self._close(request_id, now_s)
 

@@ -73,14 +73,14 @@ class EngineMetrics:
         if num_tokens == 0:
             return
         self.num_generation_tokens += num_tokens
-        if times.first_token_s is None:
+        last_s = times.last_token_s.get(index)
+        times.last_token_s[index] = now_s
+        if last_s is not None:
+            self.inter_token_latency_s.observe(now_s - last_s)
+        elif times.first_token_s is None:
             times.first_token_s = now_s
             self.num_prompt_tokens += times.num_prompt_tokens
             self.time_to_first_token_s.observe(now_s - times.arrival_s)
-        last_s = times.last_token_s.get(index)
-        if last_s is not None:
-            self.inter_token_latency_s.observe(now_s - last_s)
-        times.last_token_s[index] = now_s
 
     def on_finished(self, times: RequestTimes, reason: FinishReason, now_s: float) -> None:
         """A sequence ended."""

@@ -24,6 +24,20 @@ class OutputStream:
     The engine's side of it: `put`, `flush`, `accept`, `finish`, `fail`.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_abort",
+        "_deltas",
+        "_error",
+        "_is_closed",
+        "_reader",
+        "_reader_wants_end",
+        "_unaccepted",
+        "_unfinished",
+        "_write",
+        "_write_failure",
+    )
+
     def __init__(self, request_ids: Sequence[str], abort: Abort) -> None:
         self._abort = abort
         self._unfinished = set(request_ids)
@@ -42,6 +56,11 @@ class OutputStream:
     def is_finished(self) -> bool:
         """Every request has ended; deltas may still wait to be taken."""
         return not self._unfinished
+
+    @property
+    def is_whole(self) -> bool:
+        """Every request has ended with an answer: no news will come, and no error."""
+        return not self._unfinished and self._error is None
 
     async def wait_accepted(self) -> None:
         """Waits until the engine has taken every request: within a step. Raises the error of one that it refused."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ropeway.errors import SlowClientError
 from ropeway.server.connections import CUT_OFF
-from ropeway.server.sse import Message, Receive, Send
+from ropeway.server.sse import Begun, Message, Receive, Send
 from ropeway.server.traffic import Traffic
 
 # A body may take a second more for each of these: dribbling is bounded, and a large upload may be slow.
@@ -50,9 +50,13 @@ class _TimedBody:
         if self._start_s is None:
             self._start_s = loop.time()
         allowed_s = self._timeout_s + self._num_bytes / BODY_BYTES_PER_S
+        receiving = Begun(self._receive())
         try:
-            async with asyncio.timeout_at(self._start_s + allowed_s):
-                message = await self._receive()
+            if receiving.is_done:  # most bodies come with their headers
+                message = await receiving
+            else:
+                async with asyncio.timeout_at(self._start_s + allowed_s):
+                    message = await receiving
         except TimeoutError:
             self._traffic.slow["body"] += 1
             raise SlowClientError(

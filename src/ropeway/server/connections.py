@@ -9,7 +9,9 @@ aborted.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from uvicorn.server import ServerState
 from ropeway.errors import SlowClientError
 from ropeway.server.errors import error_json
 from ropeway.server.request_ids import REQUEST_ID
+from ropeway.server.sse import BEGIN_CHUNKS, TryWrite
 from ropeway.server.traffic import Phase, Traffic
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        self._is_reading = False
+        self._chunks: _ChunkWriter | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,6 +82,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._traffic.num_connections -= 1
         self._end_receiving()
         self._stop_send_timer()
+        if self._chunks is not None:
+            self._chunks.has_room = False
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -85,11 +92,17 @@ class BoundedConnection(HttpToolsProtocol):
         if self._receiving is None and not self._is_answering:
             self._begin_receiving("headers")
         is_in_headers = self._receiving == "headers"
-        super().data_received(data)
+        self._is_reading = True
+        try:
+            super().data_received(data)
+        finally:
+            self._is_reading = False
         if is_in_headers and self._receiving == "headers":
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes", "headers_too_large")
+        if self._receiving is not None and self._receive_timer is None:
+            self._start_receive_timer(self._receiving)
 
     @property
     def _is_answering(self) -> bool:
@@ -103,6 +116,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._begin_receiving("body")
         super().on_headers_complete()
+        cast(dict[str, Any], self.cycle.scope)[BEGIN_CHUNKS] = functools.partial(_begin_chunks, weakref.ref(self))
 
     def on_message_complete(self) -> None:
         self._end_receiving()
@@ -115,16 +129,34 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        if self._chunks is not None:
+            self._chunks.has_room = False
         if self._send_timer is None:
             self._start_send_timer()
 
     def resume_writing(self) -> None:
         self._stop_send_timer()
         super().resume_writing()
+        if self._chunks is not None:
+            self._chunks.has_room = True
+
+    def begin_chunks(self) -> TryWrite | None:
+        """What takes the chunks of the answer that has begun; None where it is framed in another way, or nobody is
+        there any more.
+        """
+        cycle = self.cycle
+        if not cycle.chunked_encoding or cycle.disconnected or cycle.response_complete:
+            return None
+        self._chunks = _ChunkWriter(self.transport, has_room=not self.flow.write_paused)
+        return self._chunks.try_write
 
     def _begin_receiving(self, phase: Phase) -> None:
         self._end_receiving()
         self._receiving, self._num_header_bytes = phase, 0
+        if not self._is_reading:  # what most requests begin is over when all that has come has been read
+            self._start_receive_timer(phase)
+
+    def _start_receive_timer(self, phase: Phase) -> None:
         limits = self._limits
         timeout_s = limits.header_timeout_s if phase == "headers" else limits.body_timeout_s
         # What has come while the loop was late is read before the second timer runs.
@@ -190,3 +222,28 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.write(b"".join([*lines, b"content-length: %d\r\n\r\n" % len(body), body]))
         self.transport.close()
         self._start_send_timer()
+
+
+def _begin_chunks(connection: weakref.ref[BoundedConnection]) -> TryWrite | None:
+    """For the scope of a request, which its connection holds in turn."""
+    found = connection()
+    return None if found is None else found.begin_chunks()
+
+
+class _ChunkWriter:
+    """Writes chunks of a streamed answer as uvicorn's `send` does, without a coroutine and a message for each.
+
+    has_room: kept by the connection; without room `send` waits for some, and knows what becomes of a lost connection.
+    """
+
+    __slots__ = ("_write", "has_room")
+
+    def __init__(self, transport: asyncio.Transport, *, has_room: bool) -> None:
+        self._write = transport.write
+        self.has_room = has_room
+
+    def try_write(self, chunk: bytes) -> bool:
+        if self.has_room:
+            self._write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+            return True
+        return False

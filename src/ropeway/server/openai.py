@@ -6,8 +6,8 @@ Knows no routes and no sockets. Choices are numbered prompt by prompt: choice = 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -82,6 +82,8 @@ class Generation:
 class Usage:
     """The token counts of an answer, added up delta by delta."""
 
+    __slots__ = ("_num_cached_tokens", "num_completion_tokens", "num_prompt_tokens")
+
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_completion_tokens = 0
@@ -89,7 +91,8 @@ class Usage:
 
     def add(self, delta: Delta) -> None:
         self.num_completion_tokens += len(delta.token_ids)
-        if delta.index == 0:  # the other sequences of a request find what its first has computed
+        # The other sequences of a request find what its first has computed.
+        if delta.num_cached_tokens and delta.index == 0:
             known = self._num_cached_tokens.get(delta.request_id, 0)
             self._num_cached_tokens[delta.request_id] = max(known, delta.num_cached_tokens)
 
@@ -118,7 +121,7 @@ async def start_completion(llm: AsyncLLM, body: CompletionBody, caller: Caller) 
     if max_tokens is None:
         longest = max(len(prompt.token_ids) for prompt in encoded)
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, llm.facts.max_model_len - longest))
-    answer_id = f"cmpl-{uuid.uuid4().hex}"
+    answer_id = f"cmpl-{secrets.token_hex(16)}"
     return _generation(llm, body, caller, model, answer_id, encoded, max_tokens, grammar)
 
 
@@ -140,7 +143,7 @@ async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller, id_prefix: s
     encoded = await encode_chat(llm, body)
     grammar = await _tools_grammar(llm, use) if use.must_call else await _grammar(llm, body)
     shape = _answer_shape(llm, use, encoded, has_grammar=grammar is not None)
-    answer_id = f"{id_prefix}{uuid.uuid4().hex}"
+    answer_id = f"{id_prefix}{secrets.token_hex(16)}"
     return _generation(llm, body, caller, model, answer_id, [encoded], body.num_tokens_asked, grammar, shape)
 
 
@@ -182,6 +185,8 @@ def event_writer(generation: Generation, form: Format) -> ChunkWriter:
 class ChunkWriter:
     """Writes chunks by joining bytes: everything but the text and the finish reason is known beforehand."""
 
+    __slots__ = ("_fixed_tail", "_form", "_generation", "_head", "_only_parts", "_parts", "_usage")
+
     def __init__(self, generation: Generation, form: Format) -> None:
         self._generation = generation
         self._form = form
@@ -193,6 +198,8 @@ class ChunkWriter:
             key: (b"data: " + self._head + form.chunk_parts(number)[0], form.chunk_parts(number)[1])
             for key, number in generation.choice_numbers().items()
         }
+        # Of an answer of one choice, as most are: nothing has to be looked up.
+        self._only_parts = next(iter(self._parts.values())) if len(self._parts) == 1 else None
         self._usage = Usage(generation.num_prompt_tokens)
 
     ping = b": ping\n\n"
@@ -219,9 +226,9 @@ class ChunkWriter:
             return b""
         if delta.finish_reason == "error":
             raise computation_error()
-        before, between = self._parts[delta.request_id, delta.index]
-        reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
-        return b"".join((before, orjson.dumps(delta.text), between, reason, b"}", self._tail()))
+        before, between = self._only_parts or self._parts[delta.request_id, delta.index]
+        reason = b"null}" if delta.finish_reason is None else b'"%s"}' % delta.finish_reason.encode()
+        return b"".join((before, orjson.dumps(delta.text), between, reason, self._fixed_tail or self._tail()))
 
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
         """The events of some deltas, in order. Raises as `chunk` does."""
@@ -243,6 +250,8 @@ class ChunkWriter:
 
 class _NewsWriter(ChunkWriter):
     """Writes chunks of answers that hold more than text."""
+
+    __slots__ = ("_news_of",)
 
     def __init__(self, generation: Generation, form: Format) -> None:
         super().__init__(generation, form)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
-import uuid
 from typing import Any
 
 from starlette.requests import Request
@@ -44,7 +44,7 @@ class RequestIds:
             return
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         is_usable = len(given) == 1 and _WELL_FORMED.fullmatch(given[0])
-        request_id = given[0].decode() if is_usable else uuid.uuid4().hex
+        request_id = given[0].decode() if is_usable else secrets.token_hex(16)
         scope[REQUEST_ID], scope[STATUS] = request_id, 0
         start_s = time.monotonic()
 

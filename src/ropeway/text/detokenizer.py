@@ -27,6 +27,18 @@ class Detokenizer:
     shows_stop: the stop string that ends the sequence is shown too.
     """
 
+    __slots__ = (
+        "_held_back",
+        "_hidden",
+        "_min_tokens",
+        "_shows_stop",
+        "_stop_finder",
+        "_tokenizer",
+        "_unfinished_bytes",
+        "matched_stop",
+        "num_tokens",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -56,20 +68,25 @@ class Detokenizer:
 
         Raises InvalidRequestError for an id outside the vocabulary.
         """
-        shown = []
+        shown = ""
         for token_id in token_ids:
             if self.matched_stop is not None:
                 break
             self.num_tokens += 1
             if token_id in self._hidden:
                 continue
-            token_bytes = self._tokenizer.token_bytes(token_id)
-            if self._unfinished_bytes:
-                token_bytes = self._unfinished_bytes + token_bytes
-            text, num_bytes = codecs.utf_8_decode(token_bytes, "replace", False)
-            self._unfinished_bytes = token_bytes[num_bytes:]
-            shown.append(self._release(text) if self._stop_finder is not None else text)
-        return "".join(shown)
+            text = None if self._unfinished_bytes else self._tokenizer.whole_text(token_id)
+            if text is None:
+                text = self._decode(token_id)
+            shown += text if self._stop_finder is None else self._release(text)
+        return shown
+
+    def _decode(self, token_id: int) -> str:
+        """The characters that a token completes, or begins and ends."""
+        token_bytes = self._unfinished_bytes + self._tokenizer.token_bytes(token_id)
+        text, num_bytes = codecs.utf_8_decode(token_bytes, "replace", False)
+        self._unfinished_bytes = token_bytes[num_bytes:]
+        return text
 
     def finish(self) -> str:
         """The rest of the text, when no more tokens will come; an unfinished character becomes U+FFFD. Again:

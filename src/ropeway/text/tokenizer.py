@@ -76,6 +76,7 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, spec: PreTokenizerSpec, merges: list[tuple[str, str]]) -> None:
         self._tokens = vocabulary.tokens
         self._kinds = vocabulary.kinds
+        self._whole_texts: dict[int, str | None] = {}
         self._token_bytes: list[bytes | None] = [None] * len(
             self._tokens
         )  # filled on first use: a start needs few of them
@@ -152,6 +153,18 @@ class Tokenizer:
         if known is None:
             known = self._token_bytes[token_id] = _bytes_of(self._tokens[token_id], self._kinds[token_id])
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token that is whole characters by itself; None for any other. Decoded once for all.
+
+        Raises InvalidRequestError for an id outside the vocabulary.
+        """
+        if token_id not in self._whole_texts:
+            try:
+                self._whole_texts[token_id] = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                self._whole_texts[token_id] = None
+        return self._whole_texts[token_id]
 
     def special_id(self, text: str) -> int | None:
         """The control token of this text; None where there is none."""
