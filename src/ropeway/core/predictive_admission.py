@@ -217,7 +217,11 @@ class _Survey:
 
     def __init__(self, prospects: list[_Prospect], outlook: _Outlook) -> None:
         self.outlook = outlook
-        self._prospects = sorted(prospects, key=lambda prospect: prospect.sequence.request.terms.tenant)
+        # Tenants as they come, not by name: a decision log has other names, and sums of floats depend on the order.
+        by_tenant: dict[str, list[_Prospect]] = {}
+        for prospect in prospects:
+            by_tenant.setdefault(prospect.sequence.request.terms.tenant, []).append(prospect)
+        self._prospects = [prospect for group in by_tenant.values() for prospect in group]
         self._part_size = max(MIN_PART, -(-len(prospects) // NUM_PARTS))
         self._num_done = 0
 
