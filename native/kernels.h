@@ -17,6 +17,8 @@ constexpr int kHalfGroup = 16;    // inputs that share an activation multiplier
 constexpr int kTileColumns = 16;  // packed weights come in tiles of this many outputs
 
 enum class Form : uint8_t { U4, S8, F16, BF16, F32 };
+// Column tiles that a product takes together, where there are so many: a broadcast of a row's codes feeds all of them.
+constexpr int tiles_together(Form form) { return form == Form::S8 ? 2 : 1; }
 
 // An [n, k] weight repacked at load: columns (outputs) in tiles of kTileColumns, padded with zeros to n_padded.
 // The layout of `data` (64-byte aligned) belongs to packing.h and the gemm kernels.

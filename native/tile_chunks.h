@@ -18,7 +18,8 @@ struct TileChunks {
   }
 };
 
-// tile_multiply_adds: of one tile, over all rows.
-TileChunks cut_tiles(int32_t num_tiles, double tile_multiply_adds, int num_threads);
+// tile_multiply_adds: of one tile, over all rows. unit: tiles that a kernel takes together; a chunk, but for the last,
+// holds a multiple of it.
+TileChunks cut_tiles(int32_t num_tiles, double tile_multiply_adds, int num_threads, int32_t unit);
 
 }  // namespace ropeway
