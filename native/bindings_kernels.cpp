@@ -156,9 +156,8 @@ double time_gemm(const std::string& isa, const OwnedMatrix& m, const Floats& x, 
     weights.push_back(memory.allocate<uint8_t>(int64_t(packed_bytes(m.w))));
     std::copy_n(m.w.data, packed_bytes(m.w), weights.back());
   }
-  const TileChunks chunks =
-      cut_tiles(m.w.n_padded / kTileColumns, double(m.w.k) * kTileColumns * num_rows, pool.num_threads(),
-                tiles_together(m.w.form));
+  const TileChunks chunks = cut_tiles(m.w.n_padded / kTileColumns, double(m.w.k) * kTileColumns * num_rows,
+                                      pool.num_threads(), tiles_together(m.w.form));
   std::vector<int32_t> num_chunks(num_products, chunks.num_chunks);
   nb::gil_scoped_release released;
   const auto run = [&](int num_phases) {

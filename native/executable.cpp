@@ -593,8 +593,7 @@ int32_t Executable::plan_phase(int index, int num_rows) {
   const double tile_multiply_adds =
       double{kTileColumns} * buffers_[phase.x].width * std::min(num_rows, kMaxProductRows);
   int32_t unit = 1;
-  for (const Product& product : phase.products)
-    unit = std::max(unit, tiles_together(matrices_[product.matrix].form));
+  for (const Product& product : phase.products) unit = std::max(unit, tiles_together(matrices_[product.matrix].form));
   phase.tile_chunks = cut_tiles(phase.first_tile.back(), tile_multiply_adds, pool_.num_threads(), unit);
   return phase.tile_chunks.num_chunks * ceil_div(num_rows, kMaxProductRows);
 }

@@ -124,8 +124,8 @@ struct WideSums {
   TileBits total() const { return sums; }
 };
 
-// Into the second-level cache: the first has room for so few lines under way that products would wait for it. The 8-bit
-// head with 16 rows takes 0.77 of the time so.
+// Into the second-level cache, which has room for more lines under way than the first: a step of 8 sequences takes 0.97
+// of the time.
 inline void prefetch_weights(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
 
 inline void store_codes(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {

@@ -160,6 +160,13 @@ def test_request_ids_come_back_and_are_logged(shared: RunningServer, caller: htt
     assert refused.status_code == 401 and refused.headers["x-request-id"] == "no-key"
 
 
+def test_a_redirect_keeps_the_scheme_that_a_proxy_was_asked_by(caller: httpx.Client) -> None:
+    # Without it a client would send its key and prompt again in the clear.
+    answer = caller.post("/v1/completions/", json={"prompt": "a"}, headers={"X-Forwarded-Proto": "https"})
+    assert answer.status_code == 307
+    assert answer.headers["location"].startswith("https://") and answer.headers["location"].endswith("/v1/completions")
+
+
 def test_what_clients_that_build_prompts_are_told(caller: httpx.Client) -> None:
     info = caller.get("/tokenizer_info").json()
     for name in ("bos_token", "eos_token"):

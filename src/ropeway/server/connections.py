@@ -89,10 +89,10 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._is_reading = True
         if self._receiving is None and not self._is_answering:
             self._begin_receiving("headers")
         is_in_headers = self._receiving == "headers"
-        self._is_reading = True
         try:
             super().data_received(data)
         finally:

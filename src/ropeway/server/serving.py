@@ -81,7 +81,6 @@ def run_server(
             access_log=False,  # RequestIds writes one that names requests
             backlog=BACKLOG,
             server_header=False,
-            proxy_headers=False,  # nobody asks for the client's address or scheme
             timeout_graceful_shutdown=None,
             ssl_context_factory=None if door.tls is None else _factory(door.tls),
         ),

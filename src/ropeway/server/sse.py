@@ -235,6 +235,7 @@ class Outbox:
     def end(self, chunk: bytes) -> None:
         """Puts the last chunk, which may be empty, and ends the answer with it."""
         self.is_ended = True
+        self.try_write = None
         self._pass(escaped_line_ends(chunk))
 
     def _pass(self, chunk: bytes) -> None:
