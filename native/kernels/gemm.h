@@ -12,9 +12,10 @@ void gemm(const PackedMatrix& w, const Activations& a, int row0, int row1, int c
       return gemm_tiles<GemmU4<false>>(w, a, row0, row1, col0, col1, out, ld_out);
     case Form::S8:
       if constexpr (kHasWideTiles) {
-        const int num_tiles = (col1 - col0 + kTileColumns - 1) / kTileColumns;
-        const int end = num_tiles % 2 == 0 ? col1 : col0 + (num_tiles - 1) * kTileColumns;
-        if (col0 < end) gemm_tiles<GemmS8<2>>(w, a, row0, row1, col0, end, out, ld_out);
+        constexpr int kTogether = tiles_together(Form::S8);
+        const int num_tiles = (col1 - col0 + kTileColumns - 1) / kTileColumns, rest = num_tiles % kTogether;
+        const int end = rest == 0 ? col1 : col0 + (num_tiles - rest) * kTileColumns;
+        if (col0 < end) gemm_tiles<GemmS8<kTogether>>(w, a, row0, row1, col0, end, out, ld_out);
         col0 = end;
       }
       if (col0 < col1) gemm_tiles<GemmS8<1>>(w, a, row0, row1, col0, col1, out, ld_out);

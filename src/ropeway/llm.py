@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -483,7 +483,7 @@ class AsyncLLM:
         EngineStoppedError.
         """
         encoded = prompt if isinstance(prompt, EncodedPrompt) else self.builder.encode(prompt)
-        request_id = request_id or f"async-{uuid.uuid4().hex}"
+        request_id = request_id or f"async-{secrets.token_hex(16)}"
         request = self.builder.build(encoded, params or SamplingParams(), request_id, terms)
         transcript = Transcript(request, encoded.text)
         async with self.submit([request]) as stream:

@@ -6,12 +6,12 @@ import argparse
 import http.client
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -156,7 +156,7 @@ class _Server:
 
     def upload(self, path: Path) -> Fields:
         """The file as multipart/form-data, read as it is sent."""
-        boundary = uuid.uuid4().hex
+        boundary = secrets.token_hex(16)
         name = path.name.encode("ascii", "replace").decode().replace('"', "_")
         head = (
             f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{boundary}\r\n'

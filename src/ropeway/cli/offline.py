@@ -10,8 +10,8 @@ import asyncio
 import hashlib
 import io
 import os
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +113,7 @@ class OfflineRun:
                     f"changed since; give another --output, or remove {self._directory.path} to start over"
                 )
             return known[0]
-        now_s, file_id = int(time.time()), f"file-{uuid.uuid4().hex}"
+        now_s, file_id = int(time.time()), f"file-{secrets.token_hex(16)}"
         num_bytes = self._directory.store(file_id, io.BytesIO(self._batch.input))
         specs, faults = read_lines(self._directory.file_path(file_id), None, LIMITS)
         if faults:
@@ -129,7 +129,7 @@ class OfflineRun:
             expires_s=now_s + FOREVER_S,
         )
         record = BatchRecord(
-            batch_id=f"batch_{uuid.uuid4().hex}",
+            batch_id=f"batch_{secrets.token_hex(16)}",
             tenant="",
             input_file_id=file_id,
             endpoint="",

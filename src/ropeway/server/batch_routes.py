@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 
 import orjson
 from starlette.requests import Request
@@ -62,7 +62,7 @@ class _Batches:
                 raise OverloadedError(f"{MAX_OPEN_BATCHES} batches are open already; wait for one, or cancel one")
             return journal.add_batch(
                 BatchRecord(
-                    batch_id=f"batch_{uuid.uuid4().hex}",
+                    batch_id=f"batch_{secrets.token_hex(16)}",
                     tenant=caller.tenant,
                     input_file_id=file.file_id,
                     endpoint=body.endpoint,

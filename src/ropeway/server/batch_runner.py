@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import sqlite3
 import time
-import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
@@ -330,7 +330,7 @@ class BatchRunner:
         self._changed.set()
 
     def _write_files(self, record: BatchRecord, status: str) -> list[FileRecord | None]:
-        output_id, error_id = (f"file-{uuid.uuid4().hex}" for _ in range(2))
+        output_id, error_id = (f"file-{secrets.token_hex(16)}" for _ in range(2))
         written: WrittenFiles = write_results(
             self._directory.journal_path,
             record.number,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +51,7 @@ class _Files:
         caller = caller_of(request)
         async with read_upload(request, self._max_file_bytes) as upload:
             lifetime_s = _checked_fields(upload.fields)
-            file_id = f"file-{uuid.uuid4().hex}"
+            file_id = f"file-{secrets.token_hex(16)}"
             num_bytes = upload.file.size or 0
             if num_bytes > self._max_file_bytes:
                 raise BodyTooLargeError(f"the file has {num_bytes} bytes; this server takes {self._max_file_bytes}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 
 from ropeway.server.choices import ChoiceNews, Wishes
 from ropeway.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
@@ -93,7 +93,7 @@ def _call(call: CallDelta) -> dict[str, object]:
     if call.name is None:
         return {"function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def _token_fields(tokenizer: Tokenizer, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:

@@ -7,7 +7,7 @@ prompt that the prefix cache did not hold; `cache_read_input_tokens` those that 
 from __future__ import annotations
 
 import json
-import uuid
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +48,7 @@ class ContentBlocks:
             if call.name is not None:
                 self._end(events)
                 self._call_at[call.index] = len(self.blocks)
-                block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name, "input": ""}
+                block = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": call.name, "input": ""}
                 self._begin("tool_use", block, events)
             if call.arguments:
                 assert self._call_at[call.index] == len(self.blocks) - 1, "a call goes on after the next has begun"

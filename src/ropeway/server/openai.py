@@ -228,7 +228,7 @@ class ChunkWriter:
             raise computation_error()
         before, between = self._only_parts or self._parts[delta.request_id, delta.index]
         reason = b"null}" if delta.finish_reason is None else b'"%s"}' % delta.finish_reason.encode()
-        return b"".join((before, orjson.dumps(delta.text), between, reason, self._fixed_tail or self._tail()))
+        return b"".join((before, orjson.dumps(delta.text), between, reason, self._tail()))
 
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
         """The events of some deltas, in order. Raises as `chunk` does."""

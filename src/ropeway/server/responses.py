@@ -5,7 +5,7 @@ A whole response is what its events add up to, so it cannot differ from the stre
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +39,7 @@ class OutputItems:
             self._grow_text("message", news.text, events)
         for call in news.calls:
             if call.name is not None:
-                fields = {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": call.name, "arguments": ""}
+                fields = {"call_id": f"call_{secrets.token_hex(12)}", "name": call.name, "arguments": ""}
                 self._begin("function_call", "fc_", fields, events)
             if call.arguments:
                 self.items[-1]["arguments"] += call.arguments
@@ -77,7 +77,7 @@ class OutputItems:
     def _begin(self, kind: str, prefix: str, fields: Fields, events: list[Event]) -> None:
         self._end("completed", events)
         self._is_open = True
-        item = {"id": f"{prefix}{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        item = {"id": f"{prefix}{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
         self.items.append(item)
         shown = {**item, "content": []} if "content" in item else dict(item)
         events.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown})

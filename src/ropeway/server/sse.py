@@ -155,8 +155,7 @@ class _Passage:
         return self._too_slow
 
     def _write(self, deltas: list[Delta]) -> None:
-        if self._pinger is not None:
-            self._stop_pinging()
+        self._stop_pinging()
         outbox, stream, most = self._outbox, self._stream, self._limits.max_unread_bytes
         chunk = self._writer.chunks(deltas)
         if stream.is_whole and not outbox.num_bytes and len(chunk) <= most:
