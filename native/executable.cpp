@@ -711,75 +711,73 @@ void Executable::run_attention_head(const Phase& phase, const AttentionItem& ite
   kernels_.attention_merge(merged, partials);
 }
 
-void Executable::embed(const Embedding& embedding, const Buffer& out, int row0, int row1) {
+void Executable::embed(const Embedding& embedding, const Buffer& out, int row) {
   const size_t bytes = row_bytes(embedding.type, embedding.k);
-  for (int row = row0; row < row1; ++row)
-    dequantize_row(embedding.type, embedding.k, embedding.data + batch_->token_ids[token0_ + row] * bytes,
-                   out.data + row * out.ld);
+  dequantize_row(embedding.type, embedding.k, embedding.data + batch_->token_ids[token0_ + row] * bytes,
+                 out.data + row * out.ld);
 }
 
+// What one op of a row leaves in the first-level cache, the next one reads.
 void Executable::run_rows(const Phase& phase, int row0, int row1) {
-  for (const RowOp& op : phase.ops) {
-    switch (op.kind) {
-      case RowOpKind::Turns: {
-        const Turns& turns = turns_[op.table];
-        const int64_t pairs = static_cast<int64_t>(turns.frequencies.size());
-        for (int row = row0; row < row1; ++row) {
-          float* cosines = turns.rows + row * 2 * pairs;
-          for (int64_t i = 0; i < pairs; ++i) {
-            const double angle = batch_->positions[token0_ + row] * turns.frequencies[i];
-            cosines[i] = static_cast<float>(std::cos(angle));
-            cosines[pairs + i] = static_cast<float>(std::sin(angle));
-          }
-        }
-        break;
+  for (int row = row0; row < row1; ++row)
+    for (const RowOp& op : phase.ops) run_row_op(op, row);
+}
+
+void Executable::run_row_op(const RowOp& op, int row) {
+  switch (op.kind) {
+    case RowOpKind::Turns: {
+      const Turns& turns = turns_[op.table];
+      const int64_t pairs = static_cast<int64_t>(turns.frequencies.size());
+      float* cosines = turns.rows + row * 2 * pairs;
+      for (int64_t i = 0; i < pairs; ++i) {
+        const double angle = batch_->positions[token0_ + row] * turns.frequencies[i];
+        cosines[i] = static_cast<float>(std::cos(angle));
+        cosines[pairs + i] = static_cast<float>(std::sin(angle));
       }
-      case RowOpKind::Embed:
-        embed(embeddings_[op.table], buffers_[op.out], row0, row1);
-        break;
-      case RowOpKind::Norm:
-        kernels_.rms_norm(view(op.a), vectors_[op.table].data(), op.eps, view(op.out), row0, row1);
-        break;
-      case RowOpKind::Bias:
-        kernels_.add_bias(view(op.out), vectors_[op.table].data(), row0, row1);
-        break;
-      case RowOpKind::Quantize:
-        kernels_.quantize_rows(activations(op.out), row0, row1);
-        break;
-      case RowOpKind::Rope:
-        kernels_.rope(view(op.out), op.rope_shape, turns_[op.table].rows, row0, row1);
-        break;
-      case RowOpKind::KvWrite: {
-        const KvPool& pool = groups_[op.table];
-        const BlockTableView& table = batch_->tables[op.table];
-        for (int row = row0; row < row1; ++row) {
-          const Segment& segment = segments_[segment_of_row_[row]];
-          const int position = segment.start + row - segment.row0;
-          const int64_t block = table.block_ids[table.offsets[segment.sequence] + position / block_size_];
-          const KvSlot slot{pool.layer(op.layer) + block * pool.block_stride,
-                            pool.head_stride,
-                            pool.num_kv_heads,
-                            pool.head_dim,
-                            block_size_,
-                            position % block_size_};
-          kernels_.kv_write(buffers_[op.a].data + row * buffers_[op.a].ld,
-                            buffers_[op.b].data + row * buffers_[op.b].ld, slot);
-        }
-        break;
-      }
-      case RowOpKind::SiluGate:
-        kernels_.silu_gate(view(op.a), view(op.b), view(op.out), row0, row1);
-        break;
-      case RowOpKind::Add:
-        kernels_.add_rows(view(op.a), view(op.b), view(op.out), row0, row1);
-        break;
-      case RowOpKind::SelectRows: {
-        const Buffer &from = buffers_[op.a], &to = buffers_[op.out];
-        for (int row = row0; row < row1; ++row)
-          std::memcpy(to.data + row * to.ld, from.data + (batch_->out_rows[out0_ + row] - token0_) * from.ld,
-                      from.width * sizeof(float));
-        break;
-      }
+      break;
+    }
+    case RowOpKind::Embed:
+      embed(embeddings_[op.table], buffers_[op.out], row);
+      break;
+    case RowOpKind::Norm:
+      kernels_.rms_norm(view(op.a), vectors_[op.table].data(), op.eps, view(op.out), row, row + 1);
+      break;
+    case RowOpKind::Bias:
+      kernels_.add_bias(view(op.out), vectors_[op.table].data(), row, row + 1);
+      break;
+    case RowOpKind::Quantize:
+      kernels_.quantize_rows(activations(op.out), row, row + 1);
+      break;
+    case RowOpKind::Rope:
+      kernels_.rope(view(op.out), op.rope_shape, turns_[op.table].rows, row, row + 1);
+      break;
+    case RowOpKind::KvWrite: {
+      const KvPool& pool = groups_[op.table];
+      const BlockTableView& table = batch_->tables[op.table];
+      const Segment& segment = segments_[segment_of_row_[row]];
+      const int position = segment.start + row - segment.row0;
+      const int64_t block = table.block_ids[table.offsets[segment.sequence] + position / block_size_];
+      const KvSlot slot{pool.layer(op.layer) + block * pool.block_stride,
+                        pool.head_stride,
+                        pool.num_kv_heads,
+                        pool.head_dim,
+                        block_size_,
+                        position % block_size_};
+      kernels_.kv_write(buffers_[op.a].data + row * buffers_[op.a].ld, buffers_[op.b].data + row * buffers_[op.b].ld,
+                        slot);
+      break;
+    }
+    case RowOpKind::SiluGate:
+      kernels_.silu_gate(view(op.a), view(op.b), view(op.out), row, row + 1);
+      break;
+    case RowOpKind::Add:
+      kernels_.add_rows(view(op.a), view(op.b), view(op.out), row, row + 1);
+      break;
+    case RowOpKind::SelectRows: {
+      const Buffer &from = buffers_[op.a], &to = buffers_[op.out];
+      std::memcpy(to.data + row * to.ld, from.data + (batch_->out_rows[out0_ + row] - token0_) * from.ld,
+                  from.width * sizeof(float));
+      break;
     }
   }
 }

@@ -201,6 +201,7 @@ class Executable {
   int32_t plan_phase(int index, int num_rows);
   const AttentionPlan& attention_plan(int phase) const;
   void run_rows(const Phase& phase, int row0, int row1);
+  void run_row_op(const RowOp& op, int row);
   void run_product(const Phase& phase, int chunk, int num_rows);
   template <class IsDone>
   void fetch_next_product(int index, int thread, const IsDone& is_done) const;
@@ -208,7 +209,7 @@ class Executable {
   void run_attention_head(const Phase& phase, const AttentionItem& item, int head, int thread, const KvBlocks& next,
                           int32_t num_next_keys);
   KvBlocks kv_blocks(const AttentionShape& shape, int layer, const AttentionItem& item, int head) const;
-  void embed(const Embedding& embedding, const Buffer& out, int row0, int row1);
+  void embed(const Embedding& embedding, const Buffer& out, int row);
   RowsView view(int buffer) const { return {buffers_[buffer].data, buffers_[buffer].ld, buffers_[buffer].width}; }
   Activations activations(int buffer) const;
   int add_time(const std::string& label);

@@ -45,15 +45,23 @@ void add_bias(const RowsView& x, const float* bias, int row0, int row1) {
   }
 }
 
+template <class Vector>
+inline Vector gated(Vector gate, Vector up) {
+  const auto set = set_lanes<Vector>;
+  return mul(div(gate, add(set(1.0f), exp2_f32(mul(gate, set(-kLog2E))))), up);
+}
+
 // out = gate / (1 + exp(-gate)) * up
 void silu_gate(const RowsView& gate, const RowsView& up, const RowsView& out, int row0, int row1) {
-  const F32x8 one = set_f32(1.0f), minus_log2e = set_f32(-kLog2E);
   for (int row = row0; row < row1; ++row) {
     const float *x = gate.data + row * gate.ld, *y = up.data + row * up.ld;
-    for_vectors(gate.width, out.data + row * out.ld, [&](auto load) {
-      const F32x8 v = load(x);
-      return mul(div(v, add(one, exp2_f32(mul(v, minus_log2e)))), load(y));
-    });
+    float* to = out.data + row * out.ld;
+    int i = 0;
+    if constexpr (kHasWideTiles)
+      for (; i + kTileColumns <= gate.width; i += kTileColumns)
+        store_tile(to + i, gated(load_tile(x + i), load_tile(y + i)));
+    x += i, y += i;
+    for_vectors(gate.width - i, to + i, [&](auto load) { return gated(load(x), load(y)); });
   }
 }
 

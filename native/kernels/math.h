@@ -35,7 +35,11 @@ inline Vector exp2_f32_within(Vector x) {
 
 // 2^x within 2e-7 relative; 0 < x < 2^-126 results are 2^-126, x above 127 gives 2^127; NaN stays NaN; 2^0 is
 // exactly 1. Range reduction to [-1/2, 1/2], then a polynomial fitted for least relative error with p(0) = 1.
-inline F32x8 exp2_f32(F32x8 x) { return exp2_f32_within(min_f32(set_f32(127.0f), max_f32(set_f32(-126.0f), x))); }
+template <class Vector>
+inline Vector exp2_f32(Vector x) {
+  const auto set = set_lanes<Vector>;
+  return exp2_f32_within(min_f32(set(127.0f), max_f32(set(-126.0f), x)));
+}
 
 // exp2_f32 of x <= 0 or NaN: the same bits without the bound from above.
 template <class Vector>

@@ -25,36 +25,79 @@ inline Range find_range(int32_t bits, float max_code) {
   return {is_used, amax, is_used ? amax / max_code : is_finite ? 0.0f : __builtin_nanf("")};
 }
 
-// multipliers_per_x: kMaxMultiplier / amax of the row. All that differs between the halves is done for both at once.
-inline void quantize_coded(const float* x, float multipliers_per_x, CodedGroup* group) {
-  F32x8 v[4];
-  for (int i = 0; i < 4; i++) v[i] = load_f32(x + 8 * i);
-  const F32x8 amax = bits_as_f32(largest_of_each(max_i32(magnitude_bits(v[0]), magnitude_bits(v[1])),
-                                                 max_i32(magnitude_bits(v[2]), magnitude_bits(v[3]))));
-  const F32x8 least = ceil_f32(mul(amax, set_f32(multipliers_per_x)));
-  const F32x8 multiplier = max_f32(min_f32(least, set_f32(kMaxMultiplier)), set_f32(1.0f));
-  const F32x8 codes_per_x = div(set_f32(kMaxCode * multipliers_per_x), multiplier);
-  const F32x8 per_x[2] = {low_half_twice(codes_per_x), high_half_twice(codes_per_x)};
-  Bits256 q[4];
-  for (int i = 0; i < 4; i++) q[i] = f32_to_i32(mul(v[i], per_x[i / 2]));
-  store_codes(group->codes, q[0], q[1], q[2], q[3]);
-  const Bits256 multipliers = i32_halves_as_i16_pair(f32_to_i32(multiplier));
-  memcpy(group->multipliers, &multipliers, 4);
-  group->sum = float(weighted_sum(group->codes, group->multipliers));
+// What differs between halves is done for eight of them, and what goes across the lanes of a vector for as many vectors
+// as there are lanes; and all that is needed of a run of groups before any of its codes, since a processor does not
+// look far enough ahead to work on the next groups while these wait. One group at a time takes twice as long.
+constexpr int kGroupsTogether = 4, kGroupsPerRun = 64;
+
+// Of 4 * num_fours groups: the multipliers of their halves, and what to multiply their inputs by.
+inline void find_multipliers(const float* x, int num_fours, float multipliers_per_x, int16_t* multipliers,
+                             float* codes_per_x) {
+  for (int i = 0; i < num_fours; i++, x += 128, multipliers += 8, codes_per_x += 8) {
+    Bits256 largest[8];
+    for (int h = 0; h < 8; h++)
+      largest[h] = max_i32(magnitude_bits(load_f32(x + 16 * h)), magnitude_bits(load_f32(x + 16 * h + 8)));
+    const F32x8 least = ceil_f32(mul(bits_as_f32(max_of_each(largest)), set_f32(multipliers_per_x)));
+    const F32x8 multiplier = max_f32(min_f32(least, set_f32(kMaxMultiplier)), set_f32(1.0f));
+    store_f32(codes_per_x, div(set_f32(kMaxCode * multipliers_per_x), multiplier));
+    store_i32_as_i16(multipliers, f32_to_i32(multiplier));
+  }
+}
+
+// kGroupsTogether groups.
+inline void code_groups(const float* x, const int16_t* multipliers, const float* codes_per_x, CodedGroup* groups) {
+  Bits256 weighted[kGroupsTogether];
+  for (int g = 0; g < kGroupsTogether; g++, x += kGroup, multipliers += 2, codes_per_x += 2) {
+    Bits256 q[4];
+    for (int i = 0; i < 4; i++) q[i] = f32_to_i32(mul(load_f32(x + 8 * i), broadcast_f32(codes_per_x + i / 2)));
+    const Bits256 codes = pack_codes(q[0], q[1], q[2], q[3]);
+    store_bits(groups[g].codes, codes);
+    memcpy(groups[g].multipliers, multipliers, sizeof(groups[g].multipliers));
+    weighted[g] = weigh_codes(codes, multipliers);
+  }
+  float sums[8];
+  store_f32(sums, i32_to_f32(sum_of_each(weighted)));
+  for (int g = 0; g < kGroupsTogether; g++) groups[g].sum = sums[g];
+}
+
+// num_groups: a multiple of kGroupsTogether. multipliers_per_x: kMaxMultiplier / amax of the row.
+inline void quantize_coded(const float* x, int num_groups, float multipliers_per_x, CodedGroup* groups) {
+  int16_t multipliers[2 * kGroupsPerRun];
+  float codes_per_x[2 * kGroupsPerRun];
+  for (int begin = 0; begin < num_groups; begin += kGroupsPerRun) {
+    const int count = num_groups - begin < kGroupsPerRun ? num_groups - begin : kGroupsPerRun;
+    const float* run = x + begin * kGroup;
+    find_multipliers(run, count / kGroupsTogether, multipliers_per_x, multipliers, codes_per_x);
+    for (int g = 0; g < count; g += kGroupsTogether)
+      code_groups(run + g * kGroup, multipliers + 2 * g, codes_per_x + 2 * g, groups + begin + g);
+  }
+}
+
+// The bits of the largest magnitude of a row; k is a multiple of 32.
+inline int32_t largest_of_row(const float* x, int k) {
+  Bits256 largest[4];
+  for (int i = 0; i < 4; i++) largest[i] = magnitude_bits(load_f32(x + 8 * i));
+  for (int at = kGroup; at < k; at += kGroup)
+    for (int i = 0; i < 4; i++) largest[i] = max_i32(largest[i], magnitude_bits(load_f32(x + at + 8 * i)));
+  return reduce_max_i32(max_i32(max_i32(largest[0], largest[1]), max_i32(largest[2], largest[3])));
 }
 
 inline void quantize_coded_row(const float* x, int k, CodedGroup* groups, float* scale) {
-  Bits256 largest = magnitude_bits(load_f32(x));
-  for (int i = 8; i < k; i += 8) largest = max_i32(largest, magnitude_bits(load_f32(x + i)));
-  const Range row = find_range(reduce_max_i32(largest), float(kMaxCode * kMaxMultiplier));
+  const Range row = find_range(largest_of_row(x, k), float(kMaxCode * kMaxMultiplier));
   *scale = row.scale;
-  for (int i = 0; i < k; i += kGroup, groups++) {
-    if (row.is_used) {
-      quantize_coded(x + i, kMaxMultiplier / row.amax, groups);
-    } else {
-      *groups = {{}, {1, 1}, 0.0f};
-    }
+  const int num_groups = k / kGroup, rest = num_groups % kGroupsTogether, whole = num_groups - rest;
+  if (!row.is_used) {
+    for (int g = 0; g < num_groups; g++) groups[g] = {{}, {1, 1}, 0.0f};
+    return;
   }
+  const float multipliers_per_x = kMaxMultiplier / row.amax;
+  quantize_coded(x, whole, multipliers_per_x, groups);
+  if (rest == 0) return;
+  float padded[kGroupsTogether * kGroup] = {};
+  CodedGroup coded[kGroupsTogether];
+  memcpy(padded, x + whole * kGroup, rest * kGroup * sizeof(float));
+  quantize_coded(padded, kGroupsTogether, multipliers_per_x, coded);
+  memcpy(groups + whole, coded, rest * sizeof(CodedGroup));
 }
 
 inline void quantize_wide(const float* x, WideGroup* group) {

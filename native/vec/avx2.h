@@ -72,10 +72,6 @@ inline Bits256 dot_i16(Bits256 a, Bits256 b) { return _mm256_madd_epi16(a, b); }
 inline Bits256 add_i32(Bits256 a, Bits256 b) { return _mm256_add_epi32(a, b); }
 inline Bits256 pair_sums_i16(Bits256 v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 inline Bits256 set_bytes(int8_t x) { return _mm256_set1_epi8(x); }
-// In every 32-bit lane: lanes 0 and 4 of v as int16; values fit.
-inline Bits256 i32_halves_as_i16_pair(Bits256 v) {
-  return _mm256_broadcastd_epi32(_mm_unpacklo_epi16(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
-}
 inline F32x8 bits_as_f32(Bits256 v) { return _mm256_castsi256_ps(v); }
 inline F32x8 i32_to_f32(Bits256 v) { return _mm256_cvtepi32_ps(v); }
 // Nearest integer, ties to even; the caller keeps |v| below 2^31.
@@ -85,11 +81,22 @@ inline Bits256 magnitude_bits(F32x8 v) {
   return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
 }
 inline Bits256 max_i32(Bits256 a, Bits256 b) { return _mm256_max_epi32(a, b); }
-// Lanes 0-3: the largest of a; 4-7: of b.
-inline Bits256 largest_of_each(Bits256 a, Bits256 b) {
-  __m256i m = _mm256_max_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
-  m = _mm256_max_epi32(m, _mm256_shuffle_epi32(m, 0x4e));
-  return _mm256_max_epi32(m, _mm256_shuffle_epi32(m, 0xb1));
+// Lane i: the largest lane of v[i].
+inline Bits256 max_of_each(const Bits256 (&v)[8]) {
+  const auto max_of_pairs = [](__m256i a, __m256i b) {  // lanes in turn: of a, of b
+    return _mm256_max_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  };
+  const auto max_of_fours = [](__m256i a, __m256i b) {
+    return _mm256_max_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+  };
+  const __m256i a = max_of_fours(max_of_pairs(v[0], v[1]), max_of_pairs(v[2], v[3]));
+  const __m256i b = max_of_fours(max_of_pairs(v[4], v[5]), max_of_pairs(v[6], v[7]));
+  return _mm256_max_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+}
+// Lanes 0-3: the sums over the lanes of v[0] .. v[3].
+inline Bits256 sum_of_each(const Bits256 (&v)[4]) {
+  const __m256i fours = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+  return _mm256_add_epi32(fours, _mm256_permute2x128_si256(fours, fours, 0x11));
 }
 inline int32_t reduce_max_i32(Bits256 v) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -97,19 +104,17 @@ inline int32_t reduce_max_i32(Bits256 v) {
   m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1));
   return _mm_cvtsi128_si32(m);
 }
-inline int32_t reduce_add_i32(Bits256 v) {
-  __m128i m = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4e));
-  m = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0xb1));
-  return _mm_cvtsi128_si32(m);
-}
-// The low bytes of the 16 lanes of a, b and of the 16 lanes of c, d, two of each in turn, to out; values fit in a
-// signed byte.
-inline void store_i32_as_i8_pairs(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
+// The low bytes of the 16 lanes of a, b and of the 16 lanes of c, d, two of each in turn; values fit in a signed byte.
+inline Bits256 i32_as_i8_pairs(Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
   const __m256i order =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
   __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, c), _mm256_packs_epi32(b, d));
-  store_bits(out, _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, order), 0xd8));
+  return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, order), 0xd8);
+}
+// The low half of each lane of v in order, to out; values fit in int16.
+inline void store_i32_as_i16(int16_t* out, Bits256 v) {
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), halves);
 }
 // The low half of each of the 16 lanes of a, b in order, to out; values fit in int16.
 inline void store_i32_as_i16(int16_t* out, Bits256 a, Bits256 b) {
@@ -131,8 +136,6 @@ inline F32x8 load_each_twice(const float* p) {
 inline F32x8 swap_pairs(F32x8 v) { return _mm256_permute_ps(v, 0xb1); }
 // a - b in even lanes, a + b in odd ones.
 inline F32x8 sub_add(F32x8 a, F32x8 b) { return _mm256_addsub_ps(a, b); }
-inline F32x8 low_half_twice(F32x8 v) { return _mm256_permute2f128_ps(v, v, 0x00); }
-inline F32x8 high_half_twice(F32x8 v) { return _mm256_permute2f128_ps(v, v, 0x11); }
 // The lowest 9 bits of each lane as sign and exponent of a float.
 inline F32x8 exponent_of_low_bits(F32x8 v) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 23));

@@ -31,7 +31,9 @@ inline TileF32 mul(TileF32 a, TileF32 b) { return _mm512_mul_ps(a, b); }
 inline TileF32 fma(TileF32 a, TileF32 b, TileF32 c) { return _mm512_fmadd_ps(a, b, c); }
 inline TileF32 add(TileF32 a, TileF32 b) { return _mm512_add_ps(a, b); }
 inline TileF32 sub(TileF32 a, TileF32 b) { return _mm512_sub_ps(a, b); }
+inline TileF32 div(TileF32 a, TileF32 b) { return _mm512_div_ps(a, b); }
 inline TileF32 max_f32(TileF32 a, TileF32 b) { return _mm512_max_ps(a, b); }
+inline TileF32 min_f32(TileF32 a, TileF32 b) { return _mm512_min_ps(a, b); }
 inline TileF32 exponent_of_low_bits(TileF32 v) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23));
 }
@@ -128,16 +130,17 @@ struct WideSums {
 // of the time.
 inline void prefetch_weights(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
 
-inline void store_codes(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
+inline Bits256 pack_codes(Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, c), _mm256_packs_epi32(b, d));
-  store_bits(out, _mm256_permute4x64_epi64(bytes, 0xd8));
+  return _mm256_permute4x64_epi64(bytes, 0xd8);
 }
-inline int32_t weighted_sum(const int8_t* codes, const int16_t* multipliers) {
-  const __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), set_bytes(1), load_bits(codes));  // halves alternate
+inline Bits256 weigh_codes(Bits256 codes, const int16_t* multipliers) {
+  const __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), set_bytes(1), codes);  // halves alternate
+  // Sums of four codes fit in an int16, whose other half meets no multiplier.
   const __m256i pair = broadcast_32(multipliers);
   const __m256i each =
-      _mm256_mask_mov_epi32(_mm256_srai_epi32(_mm256_slli_epi32(pair, 16), 16), 0xaa, _mm256_srai_epi32(pair, 16));
-  return reduce_add_i32(_mm256_mullo_epi32(sums, each));
+      _mm256_mask_mov_epi32(_mm256_and_si256(pair, _mm256_set1_epi32(0xffff)), 0xaa, _mm256_srli_epi32(pair, 16));
+  return _mm256_madd_epi16(sums, each);
 }
 
 }  // namespace

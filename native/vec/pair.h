@@ -108,12 +108,10 @@ inline void prefetch_weights(const void* p) { prefetch(p); }
 
 // The 32 codes of a group from its inputs 0-7, 8-15, 16-23 and 24-31, which fit in a signed byte, in the order of
 // code_input.
-inline void store_codes(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
-  store_i32_as_i8_pairs(out, a, b, c, d);
-}
-// The sum of code times multiplier over a group.
-inline int32_t weighted_sum(const int8_t* codes, const int16_t* multipliers) {
-  return reduce_add_i32(dot_i16(dot_u8_i8(set_bytes(1), load_bits(codes)), broadcast_32(multipliers)));
+inline Bits256 pack_codes(Bits256 a, Bits256 b, Bits256 c, Bits256 d) { return i32_as_i8_pairs(a, b, c, d); }
+// Lanes that add up to the sum of code times multiplier over a group.
+inline Bits256 weigh_codes(Bits256 codes, const int16_t* multipliers) {
+  return dot_i16(dot_u8_i8(set_bytes(1), codes), broadcast_32(multipliers));
 }
 
 }  // namespace

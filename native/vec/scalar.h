@@ -157,12 +157,6 @@ inline Bits256 set_bytes(int8_t x) {
   memset(r.byte, uint8_t(x), 32);
   return r;
 }
-inline Bits256 i32_halves_as_i16_pair(Bits256 v) {
-  const Int32Lanes x = as_i32(v);
-  Int16Lanes r;
-  for (int i = 0; i < 16; i++) r.lane[i] = int16_t(x.lane[i % 2 * 4]);
-  return as_bits(r);
-}
 inline F32x8 bits_as_f32(Bits256 v) {
   F32x8 r;
   memcpy(&r, &v, 32);
@@ -190,31 +184,31 @@ inline Bits256 max_i32(Bits256 a, Bits256 b) {
   for (int i = 0; i < 8; i++) x.lane[i] = x.lane[i] > y.lane[i] ? x.lane[i] : y.lane[i];
   return as_bits(x);
 }
-inline Bits256 largest_of_each(Bits256 a, Bits256 b) {
-  const Int32Lanes v[2] = {as_i32(a), as_i32(b)};
-  Int32Lanes r;
-  for (int half = 0; half < 2; half++) {
-    int32_t m = v[half].lane[0];
-    for (int i = 1; i < 8; i++) m = m > v[half].lane[i] ? m : v[half].lane[i];
-    for (int i = 0; i < 4; i++) r.lane[4 * half + i] = m;
-  }
-  return as_bits(r);
-}
 inline int32_t reduce_max_i32(Bits256 v) {
   Int32Lanes x = as_i32(v);
   int32_t m = x.lane[0];
   for (int i = 1; i < 8; i++) m = m > x.lane[i] ? m : x.lane[i];
   return m;
 }
-inline int32_t reduce_add_i32(Bits256 v) {
-  Int32Lanes x = as_i32(v);
-  int32_t sum = 0;
-  for (int i = 0; i < 8; i++) sum += x.lane[i];
-  return sum;
+inline Bits256 max_of_each(const Bits256 (&v)[8]) {
+  Int32Lanes r;
+  for (int i = 0; i < 8; i++) r.lane[i] = reduce_max_i32(v[i]);
+  return as_bits(r);
 }
-inline void store_i32_as_i8_pairs(int8_t* out, Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
+inline Bits256 sum_of_each(const Bits256 (&v)[4]) {
+  Int32Lanes r = {};
+  for (int i = 0; i < 4; i++)
+    for (const int32_t lane : as_i32(v[i]).lane) r.lane[i] += lane;
+  return as_bits(r);
+}
+inline Bits256 i32_as_i8_pairs(Bits256 a, Bits256 b, Bits256 c, Bits256 d) {
   const Int32Lanes v[2][2] = {{as_i32(a), as_i32(b)}, {as_i32(c), as_i32(d)}};
-  for (int i = 0; i < 32; i++) out[i] = int8_t(v[i / 2 % 2][i / 16].lane[i % 16 / 4 * 2 + i % 2]);
+  Bits256 r;
+  for (int i = 0; i < 32; i++) r.byte[i] = uint8_t(v[i / 2 % 2][i / 16].lane[i % 16 / 4 * 2 + i % 2]);
+  return r;
+}
+inline void store_i32_as_i16(int16_t* out, Bits256 v) {
+  for (int i = 0; i < 8; i++) out[i] = int16_t(as_i32(v).lane[i]);
 }
 inline void store_i32_as_i16(int16_t* out, Bits256 a, Bits256 b) {
   const Int32Lanes v[2] = {as_i32(a), as_i32(b)};
@@ -257,14 +251,6 @@ inline F32x8 swap_pairs(F32x8 v) {
 inline F32x8 sub_add(F32x8 a, F32x8 b) {
   for (int i = 0; i < 8; i++) a.lane[i] = i % 2 ? a.lane[i] + b.lane[i] : a.lane[i] - b.lane[i];
   return a;
-}
-inline F32x8 low_half_twice(F32x8 v) {
-  for (int i = 4; i < 8; i++) v.lane[i] = v.lane[i - 4];
-  return v;
-}
-inline F32x8 high_half_twice(F32x8 v) {
-  for (int i = 0; i < 4; i++) v.lane[i] = v.lane[i + 4];
-  return v;
 }
 inline F32x8 exponent_of_low_bits(F32x8 v) {
   uint32_t bits[8];

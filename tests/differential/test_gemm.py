@@ -63,9 +63,9 @@ def test_packed_size_is_that_of_the_file(tensor_type: TensorType) -> None:
     assert w.num_bytes == 64 * 64 // 32 * tensor_type.block_bytes
 
 
-def quantisable_rows() -> np.ndarray:
+def quantisable_rows(k: int = 128) -> np.ndarray:
     """Rows with zeros, halves and rows too small to count, outliers, ties, denormals and the largest floats."""
-    x = activations(9, 128)
+    x = activations(9, k)
     x[1, :32] = 0
     x[2, 16:48] = 1e-38
     x[3] = 0
@@ -78,30 +78,32 @@ def quantisable_rows() -> np.ndarray:
     return x
 
 
+# Fewer groups than are quantised together, a multiple of those, others, and more than one run of them.
+@pytest.mark.parametrize("k", [32, 128, 576, 2144])
 @pytest.mark.parametrize("isa", ISAS)
-def test_quantisation_matches_its_definition(isa: str) -> None:
-    x = quantisable_rows()
+def test_quantisation_matches_its_definition(isa: str, k: int) -> None:
+    x = quantisable_rows(k)
     codes, multipliers, scales, sums, wide_codes, wide_scales = _native.quantize(isa, x)
     one, zero = np.float32(1), np.float32(0)
 
     row_amax = np.abs(x).max(axis=1, keepdims=True)
     is_used = row_amax >= 1e-30
     per_x = np.where(is_used, MAX_MULTIPLIER / np.where(is_used, row_amax, one), zero)
-    halves = x.reshape(9, 8, 16)
+    halves = x.reshape(9, k // 16, 16)
     expected_multipliers = np.ceil(np.abs(halves).max(axis=2) * per_x).clip(1, MAX_MULTIPLIER)
     codes_per_x = MAX_CODE * per_x / expected_multipliers
     expected = np.rint(halves * codes_per_x[:, :, None]).astype(np.int8)
-    np.testing.assert_array_equal(codes, expected.reshape(9, 128))
+    np.testing.assert_array_equal(codes, expected.reshape(9, k))
     np.testing.assert_array_equal(multipliers, expected_multipliers)
     np.testing.assert_array_equal(scales, np.where(is_used, row_amax / (MAX_CODE * MAX_MULTIPLIER), zero))
     half_sums = expected.sum(axis=2, dtype=np.int32) * expected_multipliers.astype(np.int32)
-    np.testing.assert_array_equal(sums, half_sums.reshape(9, 4, 2).sum(axis=2).astype(np.float32))
+    np.testing.assert_array_equal(sums, half_sums.reshape(9, k // 32, 2).sum(axis=2).astype(np.float32))
 
-    groups = x.reshape(9, 4, 32)
+    groups = x.reshape(9, k // 32, 32)
     amax = np.abs(groups).max(axis=2)
     amax[amax < 1e-30] = 0
     inverse = np.divide(MAX_WIDE_CODE, amax, out=np.zeros_like(amax), where=amax > 0)
-    np.testing.assert_array_equal(wide_codes, np.rint(groups * inverse[:, :, None]).reshape(9, 128))
+    np.testing.assert_array_equal(wide_codes, np.rint(groups * inverse[:, :, None]).reshape(9, k))
     np.testing.assert_array_equal(wide_scales, amax / MAX_WIDE_CODE)
 
 
