@@ -5,6 +5,7 @@
     python benchmarks/peers.py --rows c32 --peers llama-q4_0
     python benchmarks/peers.py --sweep                each peer's settings at c=32, to choose its best
     python benchmarks/peers.py --settings-from FILE   with the settings that were best in that sweep
+    python benchmarks/peers.py --processor avx2       everyone as on a processor without AVX-512, AMX and VNNI
 
 A round is one seed of one row: Ropeway and the row's peers, one after the other, in turning order; only one of them is
 alive at a time, and each has two threads and no prefix cache. Ropeway's run of a round is paired with each peer's, and
@@ -16,6 +17,7 @@ to benchmarks/results/ as it ends; --resume goes on from there.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -24,6 +26,7 @@ from typing import Any
 
 import orjson
 
+from harness.avx2_processor import avx2_environment
 from harness.contestants import PEERS, Contestant, Measurement, Paddock, settings_of
 from harness.environments import Environments
 from harness.processes import ContestantError
@@ -130,6 +133,7 @@ def _document(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
             "num_requests": args.num_requests,
             "settings": args.settings,
             "ropeway_options": args.ropeway_options,
+            "processor": args.processor,
         },
     )
     return document | {"runs": []}, result_path(document)
@@ -147,7 +151,8 @@ def best_settings(path: Path) -> dict[str, str]:
 def run_sweep(args: argparse.Namespace, paddock: Paddock) -> int:
     """Every setting of every chosen peer at c=32, fewer requests: enough to choose by, not to claim with."""
     row = replace(ROWS["c32"], num_requests=args.num_requests or SWEEP_REQUESTS)
-    document = new_document("peers-sweep", {"num_requests": row.num_requests, "seed": args.seeds[0]}) | {"runs": []}
+    options = {"num_requests": row.num_requests, "seed": args.seeds[0], "processor": args.processor}
+    document = new_document("peers-sweep", options) | {"runs": []}
     path = result_path(document)
     lines = []
     for peer in args.peers or row.peers:
@@ -199,6 +204,12 @@ def main() -> int:
     parser.add_argument(
         "--environments", type=Path, default=ROOT / ".cache" / "peers", help="where peers are installed"
     )
+    parser.add_argument(
+        "--processor",
+        choices=("own", "avx2"),
+        default="own",
+        help="what every program is shown of this machine's: all of it, or no vectors wider than AVX2's and no VNNI",
+    )
     parser.add_argument("--ropeway-options", default="", help="further flags of `ropeway serve`, as one string")
     args = parser.parse_args()
     args.settings = (best_settings(args.settings_from) if args.settings_from else {}) | dict(args.settings)
@@ -207,6 +218,8 @@ def main() -> int:
     if args.dry_run:
         return 0
     args.environments.mkdir(parents=True, exist_ok=True)
+    if args.processor == "avx2":
+        os.environ |= avx2_environment(args.environments)  # of what is started, not of this process
     environments = Environments(args.environments.resolve())
     paddock = Paddock(environments, resolve_model(args.model), args.environments, args.ropeway_options.split())
     return run_sweep(args, paddock) if args.sweep else run_rounds(args, paddock)

@@ -70,7 +70,7 @@ class FakePaddock:
 
 def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
     fields = {"rows": ["c8"], "peers": ["llama-q4_0"], "seeds": [0, 1, 2], "num_requests": None, "settings": {}}
-    fields |= {"resume": None, "ropeway_options": "--max-num-seqs 8", "markdown": None}
+    fields |= {"processor": "own", "resume": None, "ropeway_options": "--max-num-seqs 8", "markdown": None}
     return argparse.Namespace(**(fields | changes))
 
 
