@@ -95,7 +95,11 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         config = EngineConfig(
-            num_threads=args.num_threads, backend=args.backend, objective=args.objective, kv_cache_memory=args.kv_cache
+            num_threads=args.num_threads,
+            backend=args.backend,
+            isa=args.isa,
+            objective=args.objective,
+            kv_cache_memory=args.kv_cache,
         )
         prepared = prepare_model(args.model, config)
         self._backend, self.facts = WatchedBackend(prepared.backend), prepared.facts
@@ -237,6 +241,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(args)
     options = {
         "objective": args.objective,
+        "isa": args.isa,
         "prompt_lengths": bench.lengths,
         "counts": list(args.counts),
         "seed": args.seed,
@@ -301,6 +306,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-threads", type=int, help="of the native backend; all cores if not given")
     parser.add_argument("--backend", choices=("native", "reference"), default="native")
+    parser.add_argument("--isa", help="instruction set of the native kernels; the best this processor has if not given")
     parser.add_argument("--kv-cache", default="1200M", help="size of the KV pool")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with the runs missing from this result file")
     parser.add_argument("--quick", action="store_true", help="one round, shorter prompts")

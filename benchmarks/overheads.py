@@ -61,7 +61,7 @@ def requests_for(concurrency: int, seed: int, num_requests: int | None) -> list[
     return workload.requests(num_requests or default_num_requests(concurrency), seed)
 
 
-def engine_flags(concurrency: int, args: argparse.Namespace) -> dict[str, int]:
+def engine_flags(concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
     blocks = MEMORY_BLOCKS if concurrency == 32 else concurrency * 48
     budget = args.max_num_batched_tokens
     return {
@@ -69,10 +69,11 @@ def engine_flags(concurrency: int, args: argparse.Namespace) -> dict[str, int]:
         "max_num_batched_tokens": budget,
         "num_kv_blocks": blocks,
         "num_threads": args.num_threads,
+        **({} if args.isa is None else {"isa": args.isa}),
     }
 
 
-def serve_command(model: str, flags: dict[str, int], port: int) -> list[str]:
+def serve_command(model: str, flags: dict[str, Any], port: int) -> list[str]:
     named = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     return [sys.executable, "-m", "ropeway", "serve", model, "--port", str(port), *named]
 
@@ -286,7 +287,7 @@ def format_figures(runs: Sequence[dict[str, Any]]) -> str:
 def run_all(args: argparse.Namespace, perform: Callable[..., dict[str, Any]] = perform) -> int:
     """Whatever is missing of the plan; 0, or 1 where a target is missed."""
     options = {"seeds": args.seeds, "num_requests": args.num_requests, "num_threads": args.num_threads}
-    options |= {"max_num_batched_tokens": args.max_num_batched_tokens}
+    options |= {"max_num_batched_tokens": args.max_num_batched_tokens, "isa": args.isa}
     document, path = open_document(args.resume, "overheads", options, "runs")
     runs: list[dict[str, Any]] = document["runs"]
     done = {(run["kind"], run["concurrency"], run["seed"]) for run in runs}
@@ -311,6 +312,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--num-requests", type=int, help="per run, for a quick look; a claim needs the default")
     parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--isa", help="instruction set of the native kernels; the best this processor has if not given")
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=192, help="fixed, so that both sides plan the same (default 192)"
     )

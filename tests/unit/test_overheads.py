@@ -31,7 +31,7 @@ def perform(kind: str, concurrency: int, seed: int, args: argparse.Namespace) ->
 
 def arguments(**changes: Any) -> argparse.Namespace:
     fields = {"parts": ["start", "throughput"], "seeds": [0, 1, 2], "num_requests": None, "num_threads": 2}
-    return argparse.Namespace(**(fields | {"max_num_batched_tokens": 192, "resume": None} | changes))
+    return argparse.Namespace(**(fields | {"max_num_batched_tokens": 192, "isa": None, "resume": None} | changes))
 
 
 def test_runs_alternate_and_targets_are_judged_by_the_median(
