@@ -740,16 +740,16 @@ void Executable::run_row_op(const RowOp& op, int row) {
       embed(embeddings_[op.table], buffers_[op.out], row);
       break;
     case RowOpKind::Norm:
-      kernels_.rms_norm(view(op.a), vectors_[op.table].data(), op.eps, view(op.out), row, row + 1);
+      kernels_.rms_norm(view(op.a), vectors_[op.table].data(), op.eps, view(op.out), row);
       break;
     case RowOpKind::Bias:
-      kernels_.add_bias(view(op.out), vectors_[op.table].data(), row, row + 1);
+      kernels_.add_bias(view(op.out), vectors_[op.table].data(), row);
       break;
     case RowOpKind::Quantize:
       kernels_.quantize_rows(activations(op.out), row, row + 1);
       break;
     case RowOpKind::Rope:
-      kernels_.rope(view(op.out), op.rope_shape, turns_[op.table].rows, row, row + 1);
+      kernels_.rope(view(op.out), op.rope_shape, turns_[op.table].rows, row);
       break;
     case RowOpKind::KvWrite: {
       const KvPool& pool = groups_[op.table];
@@ -768,10 +768,10 @@ void Executable::run_row_op(const RowOp& op, int row) {
       break;
     }
     case RowOpKind::SiluGate:
-      kernels_.silu_gate(view(op.a), view(op.b), view(op.out), row, row + 1);
+      kernels_.silu_gate(view(op.a), view(op.b), view(op.out), row);
       break;
     case RowOpKind::Add:
-      kernels_.add_rows(view(op.a), view(op.b), view(op.out), row, row + 1);
+      kernels_.add_rows(view(op.a), view(op.b), view(op.out), row);
       break;
     case RowOpKind::SelectRows: {
       const Buffer &from = buffers_[op.a], &to = buffers_[op.out];

@@ -119,12 +119,12 @@ struct Kernels {
   void (*gemm)(const PackedMatrix& w, const Activations& a, int row0, int row1, int col0, int col1, float* out,
                int64_t ld_out);
 
-  void (*rms_norm)(const RowsView& x, const float* weight, float eps, const RowsView& out, int row0, int row1);
-  void (*add_rows)(const RowsView& a, const RowsView& b, const RowsView& out, int row0, int row1);
-  void (*add_bias)(const RowsView& x, const float* bias, int row0, int row1);
-  void (*silu_gate)(const RowsView& gate, const RowsView& up, const RowsView& out, int row0, int row1);
+  void (*rms_norm)(const RowsView& x, const float* weight, float eps, const RowsView& out, int row);
+  void (*add_rows)(const RowsView& a, const RowsView& b, const RowsView& out, int row);
+  void (*add_bias)(const RowsView& x, const float* bias, int row);
+  void (*silu_gate)(const RowsView& gate, const RowsView& up, const RowsView& out, int row);
   // turns[row][rotary_dim]: the cosines and then the sines of the row's pairs.
-  void (*rope)(const RowsView& x, const RopeShape& shape, const float* turns, int row0, int row1);
+  void (*rope)(const RowsView& x, const RopeShape& shape, const float* turns, int row);
   void (*kv_write)(const float* k, const float* v, const KvSlot& slot);
 
   // Writes task.out; or, given partials, only the states of splits [split_begin, split_end) at

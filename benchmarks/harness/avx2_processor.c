@@ -1,9 +1,9 @@
 // Preloaded into a program, makes it see a processor that has AVX2 and no wider or newer vector instructions: no
 // AVX-512, no AMX, no VNNI. Where instruction sets are chosen at run time, the program then runs as it would there.
 //
-// Linux on x86 can have the cpuid instruction fault (arch_prctl, ARCH_SET_CPUID). The handler runs it for the program and
-// clears those bits (Intel's manual, volume 2, CPUID). Threads and forks inherit the setting; after an exec this file
-// is loaded, and sets it, anew.
+// Linux on x86 can have the cpuid instruction fault (arch_prctl, ARCH_SET_CPUID). The handler runs it for the program
+// and clears those bits (Intel's manual, volume 2, CPUID). Threads and forks inherit the setting; after an exec this
+// file is loaded, and sets it, anew.
 #define _GNU_SOURCE
 #include <asm/prctl.h>
 #include <dlfcn.h>
@@ -45,9 +45,9 @@ static void on_fault(int number, siginfo_t* info, void* context) {
   __asm__ volatile("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "0"(leaf), "2"(subleaf));
   make_cpuid_fault(1);
   if (leaf == 7 && subleaf == 0) {
-    b &= ~BITS(16, 17, 21, 26, 27, 28, 30, 31);      // AVX-512 F, DQ, IFMA, PF, ER, CD, BW, VL
-    c &= ~BITS(1, 6, 8, 9, 10, 11, 12, 14);          // its VBMI, VBMI2, VNNI, BITALG, VPOPCNTDQ; GFNI, VAES, VPCLMULQDQ
-    d &= ~BITS(2, 3, 8, 22, 23, 24, 25);             // its 4VNNIW, 4FMAPS, VP2INTERSECT, FP16; AMX
+    b &= ~BITS(16, 17, 21, 26, 27, 28, 30, 31);  // AVX-512 F, DQ, IFMA, PF, ER, CD, BW, VL
+    c &= ~BITS(1, 6, 8, 9, 10, 11, 12, 14);      // its VBMI, VBMI2, VNNI, BITALG, VPOPCNTDQ; GFNI, VAES, VPCLMULQDQ
+    d &= ~BITS(2, 3, 8, 22, 23, 24, 25);         // its 4VNNIW, 4FMAPS, VP2INTERSECT, FP16; AMX
   } else if (leaf == 7 || leaf == 0x1d || leaf == 0x1e || leaf == 0x24) {
     a = b = c = d = 0;  // AVX-VNNI, AVX-IFMA and later ones; shapes of tiles; AVX10
   }

@@ -7,42 +7,36 @@
 namespace ropeway {
 namespace {
 
-// out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] for rows [row0, row1) (Zhang & Sennrich 2019).
-void rms_norm(const RowsView& x, const float* weight, float eps, const RowsView& out, int row0, int row1) {
+// out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] for one row (Zhang & Sennrich 2019).
+void rms_norm(const RowsView& x, const float* weight, float eps, const RowsView& out, int row) {
   const int n = x.width;
-  for (int row = row0; row < row1; ++row) {
-    const float* in = x.data + row * x.ld;
-    F32x8 sums[4] = {zero_f32(), zero_f32(), zero_f32(), zero_f32()};  // vector i goes to sum i % 4
-    int i = 0;
-    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-      for (int s = 0; s < 4; ++s) {
-        const F32x8 v = load_f32(in + i + s * kLanes);
-        sums[s] = fma(v, v, sums[s]);
-      }
-    }
-    for (int s = 0; i < n; i += kLanes, ++s) {
-      const F32x8 v = i + kLanes <= n ? load_f32(in + i) : load_first(in + i, n - i);
+  const float* in = x.data + row * x.ld;
+  F32x8 sums[4] = {zero_f32(), zero_f32(), zero_f32(), zero_f32()};  // vector i goes to sum i % 4
+  int i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int s = 0; s < 4; ++s) {
+      const F32x8 v = load_f32(in + i + s * kLanes);
       sums[s] = fma(v, v, sums[s]);
     }
-    const float mean = reduce_add_f32(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / static_cast<float>(n);
-    const F32x8 inverse = set_f32(1.0f / __builtin_sqrtf(mean + eps));
-    for_vectors(n, out.data + row * out.ld, [&](auto load) { return mul(mul(load(in), inverse), load(weight)); });
   }
+  for (int s = 0; i < n; i += kLanes, ++s) {
+    const F32x8 v = i + kLanes <= n ? load_f32(in + i) : load_first(in + i, n - i);
+    sums[s] = fma(v, v, sums[s]);
+  }
+  const float mean = reduce_add_f32(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / static_cast<float>(n);
+  const F32x8 inverse = set_f32(1.0f / __builtin_sqrtf(mean + eps));
+  for_vectors(n, out.data + row * out.ld, [&](auto load) { return mul(mul(load(in), inverse), load(weight)); });
 }
 
-void add_rows(const RowsView& a, const RowsView& b, const RowsView& out, int row0, int row1) {
-  for (int row = row0; row < row1; ++row) {
-    const float *x = a.data + row * a.ld, *y = b.data + row * b.ld;
-    for_vectors(a.width, out.data + row * out.ld, [&](auto load) { return add(load(x), load(y)); });
-  }
+void add_rows(const RowsView& a, const RowsView& b, const RowsView& out, int row) {
+  const float *x = a.data + row * a.ld, *y = b.data + row * b.ld;
+  for_vectors(a.width, out.data + row * out.ld, [&](auto load) { return add(load(x), load(y)); });
 }
 
 // x[row] += bias
-void add_bias(const RowsView& x, const float* bias, int row0, int row1) {
-  for (int row = row0; row < row1; ++row) {
-    float* in = x.data + row * x.ld;
-    for_vectors(x.width, in, [&](auto load) { return add(load(in), load(bias)); });
-  }
+void add_bias(const RowsView& x, const float* bias, int row) {
+  float* in = x.data + row * x.ld;
+  for_vectors(x.width, in, [&](auto load) { return add(load(in), load(bias)); });
 }
 
 template <class Vector>
@@ -52,17 +46,15 @@ inline Vector gated(Vector gate, Vector up) {
 }
 
 // out = gate / (1 + exp(-gate)) * up
-void silu_gate(const RowsView& gate, const RowsView& up, const RowsView& out, int row0, int row1) {
-  for (int row = row0; row < row1; ++row) {
-    const float *x = gate.data + row * gate.ld, *y = up.data + row * up.ld;
-    float* to = out.data + row * out.ld;
-    int i = 0;
-    if constexpr (kHasWideTiles)
-      for (; i + kTileColumns <= gate.width; i += kTileColumns)
-        store_tile(to + i, gated(load_tile(x + i), load_tile(y + i)));
-    x += i, y += i;
-    for_vectors(gate.width - i, to + i, [&](auto load) { return gated(load(x), load(y)); });
-  }
+void silu_gate(const RowsView& gate, const RowsView& up, const RowsView& out, int row) {
+  const float *x = gate.data + row * gate.ld, *y = up.data + row * up.ld;
+  float* to = out.data + row * out.ld;
+  int i = 0;
+  if constexpr (kHasWideTiles)
+    for (; i + kTileColumns <= gate.width; i += kTileColumns)
+      store_tile(to + i, gated(load_tile(x + i), load_tile(y + i)));
+  x += i, y += i;
+  for_vectors(gate.width - i, to + i, [&](auto load) { return gated(load(x), load(y)); });
 }
 
 // Rotates pairs (v[2i], v[2i + 1]) by the angle whose cosine and sine are at i.
@@ -95,14 +87,12 @@ inline void rotate_halves(float* v, int half, const float* cosines, const float*
 }
 
 // Rotates the pairs of each head; turns[row]: cos[rotary_dim / 2] then sin[rotary_dim / 2] of the row's position.
-void rope(const RowsView& x, const RopeShape& shape, const float* turns, int row0, int row1) {
+void rope(const RowsView& x, const RopeShape& shape, const float* turns, int row) {
   const int half = shape.rotary_dim / 2, num_heads = x.width / shape.head_dim;
-  for (int row = row0; row < row1; ++row) {
-    const float *cosines = turns + int64_t{row} * shape.rotary_dim, *sines = cosines + half;
-    float* v = x.data + row * x.ld;
-    for (int head = 0; head < num_heads; ++head, v += shape.head_dim)
-      (shape.is_interleaved ? rotate_interleaved : rotate_halves)(v, half, cosines, sines);
-  }
+  const float *cosines = turns + int64_t{row} * shape.rotary_dim, *sines = cosines + half;
+  float* v = x.data + row * x.ld;
+  for (int head = 0; head < num_heads; ++head, v += shape.head_dim)
+    (shape.is_interleaved ? rotate_interleaved : rotate_halves)(v, half, cosines, sines);
 }
 
 // Stores one token's keys and values of every KV head, rounded to f16 (beyond its range: its largest value).

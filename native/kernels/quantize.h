@@ -33,10 +33,12 @@ constexpr int kGroupsTogether = 4, kGroupsPerRun = 64;
 // Of 4 * num_fours groups: the multipliers of their halves, and what to multiply their inputs by.
 inline void find_multipliers(const float* x, int num_fours, float multipliers_per_x, int16_t* multipliers,
                              float* codes_per_x) {
-  for (int i = 0; i < num_fours; i++, x += 128, multipliers += 8, codes_per_x += 8) {
+  for (int i = 0; i < num_fours; i++, x += kGroupsTogether * kGroup, multipliers += 8, codes_per_x += 8) {
     Bits256 largest[8];
-    for (int h = 0; h < 8; h++)
-      largest[h] = max_i32(magnitude_bits(load_f32(x + 16 * h)), magnitude_bits(load_f32(x + 16 * h + 8)));
+    for (int half = 0; half < 8; half++) {
+      const float* from = x + half * kHalfGroup;
+      largest[half] = max_i32(magnitude_bits(load_f32(from)), magnitude_bits(load_f32(from + kLanes)));
+    }
     const F32x8 least = ceil_f32(mul(bits_as_f32(max_of_each(largest)), set_f32(multipliers_per_x)));
     const F32x8 multiplier = max_f32(min_f32(least, set_f32(kMaxMultiplier)), set_f32(1.0f));
     store_f32(codes_per_x, div(set_f32(kMaxCode * multipliers_per_x), multiplier));

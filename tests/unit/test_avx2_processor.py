@@ -14,6 +14,7 @@ from harness.avx2_processor import ProcessorError, avx2_environment
 from ropeway import _native
 
 HIDDEN = "avx512"
+SHOW = "from ropeway import _native; print(*_native.supported_isas())"
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +29,14 @@ def under(environment: dict[str, str], code: str) -> subprocess.CompletedProcess
 
 
 def test_wider_vectors_are_hidden_and_nothing_else(environment: dict[str, str]) -> None:
-    done = under(environment, "from ropeway import _native; print(*_native.supported_isas())")
+    done = under(environment, SHOW)
     assert done.stdout.split() == [isa for isa in _native.supported_isas() if isa != HIDDEN]
 
 
 def test_threads_and_programs_that_it_starts_see_the_same(environment: dict[str, str]) -> None:
-    inner = "from ropeway import _native; print(*_native.supported_isas())"
     code = f"""
 import subprocess, sys, threading
-run = lambda: print(subprocess.run([sys.executable, "-c", {inner!r}], capture_output=True, text=True).stdout)
+run = lambda: print(subprocess.run([sys.executable, "-c", {SHOW!r}], capture_output=True, text=True).stdout)
 thread = threading.Thread(target=run)
 thread.start()
 thread.join()
