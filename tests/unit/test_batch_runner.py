@@ -219,6 +219,28 @@ def test_what_is_not_answered_in_time_expires(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_batch_whose_time_is_up_at_a_start_expires(tmp_path: Path) -> None:
+    """With more lines left than may be in flight: lines are taken, and cancelled before they have begun."""
+
+    async def answer(custom_id: str, seed: int) -> LineAnswer:
+        return right("soon") if custom_id in ("a0", "b0") else await never(custom_id, seed)
+
+    async def main() -> None:
+        async with Bench(tmp_path, answer) as bench:
+            await bench.begin("a", 11)
+            await bench.until("a", lambda record: record.num_completed == 1)
+        bench = Bench(tmp_path, answer)
+        bench.now_s = 100.0
+        async with bench:
+            done = await bench.until("a", has_ended)
+            assert done.status == "expired" and bench.results(done.output_file_id) == {"a0": "soon"}
+            bench.now_s = 50.0
+            await bench.begin("b", 1)  # the places of the lines are free again
+            assert (await bench.until("b", has_ended)).status == "completed"
+
+    asyncio.run(main())
+
+
 def test_tenants_take_turns(tmp_path: Path) -> None:
     running: list[str] = []
 

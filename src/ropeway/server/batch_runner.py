@@ -190,7 +190,9 @@ class BatchRunner:
                 continue
             line = batch.waiting.popleft()
             self._num_in_flight += 1
-            batch.in_flight[line.number] = asyncio.create_task(self._work_on(batch, line))
+            task = batch.in_flight[line.number] = asyncio.create_task(self._work_on(batch, line))
+            # Not in the task, which may be cancelled before it begins.
+            task.add_done_callback(partial(self._on_worked, batch, line.number))
 
     def _next_batch(self) -> _OpenBatch | None:
         """The oldest batch, with lines left, of the tenant that has the fewest in flight."""
@@ -235,16 +237,16 @@ class BatchRunner:
     # -- one line ------------------------------------------------------------------------------------------------------
 
     async def _work_on(self, batch: _OpenBatch, line: PendingLine) -> None:
-        try:
-            answer = await self._answered(batch, line)
-            if answer is None:
-                batch.waiting.appendleft(line)
-            else:
-                await self._record(batch, line, answer)
-        finally:
-            self._num_in_flight -= 1
-            del batch.in_flight[line.number]
-            self._changed.set()
+        answer = await self._answered(batch, line)
+        if answer is None:
+            batch.waiting.appendleft(line)
+        else:
+            await self._record(batch, line, answer)
+
+    def _on_worked(self, batch: _OpenBatch, line_number: int, task: asyncio.Task[None]) -> None:
+        self._num_in_flight -= 1
+        del batch.in_flight[line_number]
+        self._changed.set()
 
     async def _answered(self, batch: _OpenBatch, line: PendingLine) -> LineAnswer | None:
         """Its answer; None where it is to be tried again."""
