@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.errors import InvalidRequestError, RequestTooLargeError
@@ -21,7 +22,7 @@ from ropeway.text.tool_prompts import Tool, described_conversation
 Prompt = str | Sequence[int] | Mapping[str, object]
 Message = Mapping[str, object]
 
-MAX_SEED = 2**64
+NUM_SEEDS = 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class RequestBuilder:
         self._chat_template = chat_template
         self._vocab_size = vocab_size
         self._has_priorities = has_priorities
+        # One body may ask for thousands of requests with the same words.
+        self._bad_words = lru_cache(maxsize=64)(self._spellings)
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """Token ids of a text, of token ids, or of vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
@@ -174,9 +177,9 @@ class RequestBuilder:
         self._check_token_ids("logit_bias", tuple(params.logit_bias or ()))
         if params.grammar is not None:
             self.grammars.check(params.grammar)
-        bad_words = tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spellings(word)))
+        bad_words = self._bad_words(tuple(params.bad_words))
         own_stops = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
-        seed = secrets.randbits(64) if params.seed is None else params.seed % MAX_SEED
+        seed = secrets.randbits(64) if params.seed is None else params.seed % NUM_SEEDS
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
@@ -189,12 +192,11 @@ class RequestBuilder:
             terms=terms or ServiceTerms(),
         )
 
-    def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Token ids of a word at the beginning of a text and after a space."""
-        return [
-            tuple(self.tokenizer.encode(text, add_bos=False, parse_special=False))
-            for text in (word, f" {word.lstrip()}")
-        ]
+    def _spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word at the beginning of a text and after a space."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        encoded = [tuple(self.tokenizer.encode(text, add_bos=False, parse_special=False)) for text in texts]
+        return tuple(dict.fromkeys(encoded))
 
     def _check_token_ids(self, name: str, token_ids: Sequence[object]) -> tuple[int, ...]:
         for token_id in token_ids:

@@ -55,6 +55,16 @@ def test_unfinished_character_is_replaced_at_the_end_once(tokenizer: Tokenizer) 
     assert detokenizer.finish() == ""
 
 
+def test_sequences_with_the_same_stop_strings_are_read_apart(tokenizer: Tokenizer) -> None:
+    first, second = Detokenizer(tokenizer, stop=["abc"]), Detokenizer(tokenizer, stop=["abc"])
+    shown = ["", ""]
+    for a, b in zip("xabcz", "abxab", strict=True):
+        shown[0] += first.push(ids_of(tokenizer, a))
+        shown[1] += second.push(ids_of(tokenizer, b))
+    assert (shown, first.matched_stop, second.matched_stop) == (["x", "abx"], "abc", None)
+    assert second.finish() == "ab"
+
+
 def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
     ids = [1, *ids_of(tokenizer, "hi"), 2]
     assert "".join(pushes(Detokenizer(tokenizer), ids)) == "hi"

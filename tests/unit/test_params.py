@@ -47,6 +47,8 @@ def test_the_edges_of_each_range_are_accepted(fields: dict[str, Any]) -> None:
         ("logprobs", 21, "logprobs must be from 0 to 20, not 21"),
         ("prompt_logprobs", -1, "prompt_logprobs must be from 0 to 20, not -1"),
         ("bad_words", [""], "bad_words must hold non-empty strings, not ''"),
+        ("bad_words", ["x"] * 257, "bad_words holds 257 texts of 257 characters in all; at most 256 texts of 8192"),
+        ("stop", "x" * 8193, "stop holds 1 texts of 8193 characters in all; at most 256 texts of 8192 characters"),
         ("skip_special_tokens", None, "skip_special_tokens must be true or false, not None"),
         ("max_tokens", "16", "max_tokens must be an integer, not '16'"),
         ("min_tokens", 17, "min_tokens must be from 0 to 16, not 17"),

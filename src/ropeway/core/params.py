@@ -18,6 +18,7 @@ MAX_TIMEOUT_S = 365.0 * 86_400
 MAX_WEIGHT = 1e6
 MAX_LOGPROBS = 20  # alternatives per position, as OpenAI and vLLM bound them
 MAX_NAME_CHARACTERS = 512
+MAX_TEXTS, MAX_TEXT_CHARACTERS = 256, 8192  # of `stop`, and of `bad_words`
 LEAST_POSITIVE = 1e-9  # what logits may be divided by, twice, and stay within float32
 MAX_COUNT = 2**31 - 1  # of tokens and token ids: what an int32 column of a batch holds
 
@@ -36,7 +37,8 @@ class SamplingParams:
     seed: of the counter-based generator; None draws one on arrival.
     repetition_penalty: over prompt and output (CTRL, Keskar et al. 2019); presence and frequency: over the output.
     logit_bias: token id -> addend to its logit.
-    stop: texts that end the sequence; not part of the answer.
+    stop: texts that end the sequence; not part of the answer. At most MAX_TEXTS of MAX_TEXT_CHARACTERS in all, as
+    bad_words.
     stop_token_ids: ids that end the sequence, beside the model's own.
     ignore_eos: the model's own end tokens do not end the sequence.
     logprobs: None, or how many of the likeliest tokens to report beside the one drawn, at every step.
@@ -191,9 +193,17 @@ def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
 
 
 def _check_texts(name: str, texts: tuple[object, ...]) -> None:
+    num_characters = 0
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(f"{name} must hold non-empty strings, not {_shortened(text)}", param=name)
+        num_characters += len(text)
+    if len(texts) > MAX_TEXTS or num_characters > MAX_TEXT_CHARACTERS:
+        raise InvalidRequestError(
+            f"{name} holds {len(texts)} texts of {num_characters} characters in all; at most {MAX_TEXTS} texts of "
+            f"{MAX_TEXT_CHARACTERS} characters are taken",
+            param=name,
+        )
 
 
 def _check_int(name: str, value: object, *, low: int, high: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from ropeway.text.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_token_ids if skip_special else frozenset()
-        self._stop_finder = _StopFinder(stop) if stop else None
+        self._stop_finder = _StopFinder(_stop_table(tuple(stop))) if stop else None
         self._min_tokens = min_tokens
         self._shows_stop = shows_stop
         self._unfinished_bytes = b""
@@ -124,33 +125,25 @@ class Detokenizer:
 class _StopFinder:
     """Finds any of several strings in text that arrives in pieces, one table look-up per character whatever the
     strings.
-
-    The automaton of Aho and Corasick (1975): a state is the longest end of the text so far that begins one of the
-    strings.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._children: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # the state of the longest proper end of this state's text
-        self._match: list[str | None] = [None]  # the longest stop string that this state's text ends with
-        self._num_held_back = [
-            0
-        ]  # length of the longest end of this state's text that can still grow into a stop string
-        for stop in stops:
-            self._insert(stop)
-        self._link()
+    __slots__ = ("_state", "_table", "matched")
+
+    def __init__(self, table: _StopTable) -> None:
+        self._table = table
         self._state = 0
         self.matched: str | None = None
 
     @property
     def num_held_back(self) -> int:
         """How many of the last characters fed may be the beginning of a stop string."""
-        return self._num_held_back[self._state]
+        return self._table.num_held_back[self._state]
 
     def feed(self, text: str, *, is_honoured: bool) -> int | None:
         """Reads on. Returns how many characters of `text` complete the first match, or None; without
         `is_honoured`, matches that end in `text` are passed over."""
-        state, children, fallback, match = self._state, self._children, self._fallback, self._match
+        table, state = self._table, self._state
+        children, fallback, match = table.children, table.fallback, table.match
         for num_read, character in enumerate(text, start=1):
             while character not in children[state] and state:
                 state = fallback[state]
@@ -161,34 +154,59 @@ class _StopFinder:
         self._state = state
         return None
 
+
+class _StopTable:
+    """The automaton of Aho and Corasick (1975) over some strings, for any number of texts at once: a state is the
+    longest end of a text so far that begins one of the strings.
+
+    Of each state: children, by character; fallback, the state of the longest proper end of its text; match, the longest
+    stop string that its text ends with; num_held_back, the length of the longest end of its text that can still grow
+    into a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.children: list[dict[str, int]] = [{}]
+        self.fallback = [0]
+        self.match: list[str | None] = [None]
+        self.num_held_back = [0]
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
     def _insert(self, stop: str) -> None:
         state = 0
         for character in stop:
-            following = self._children[state].get(character)
+            following = self.children[state].get(character)
             if following is None:
-                following = self._children[state][character] = len(self._children)
-                self._children.append({})
-                self._fallback.append(0)
-                self._match.append(None)
-                self._num_held_back.append(0)
+                following = self.children[state][character] = len(self.children)
+                self.children.append({})
+                self.fallback.append(0)
+                self.match.append(None)
+                self.num_held_back.append(0)
             state = following
-        self._match[state] = stop
+        self.match[state] = stop
 
     def _link(self) -> None:
         """Fills in the tables that look back, shortest texts first, so that what they refer to is complete."""
-        depth = [0] * len(self._children)
+        depth = [0] * len(self.children)
         queue = deque([0])
         while queue:
             state = queue.popleft()
-            for character, child in self._children[state].items():
+            for character, child in self.children[state].items():
                 depth[child] = depth[state] + 1
                 if state:
-                    fallback = self._fallback[state]
-                    while character not in self._children[fallback] and fallback:
-                        fallback = self._fallback[fallback]
-                    self._fallback[child] = self._children[fallback].get(character, 0)
+                    fallback = self.fallback[state]
+                    while character not in self.children[fallback] and fallback:
+                        fallback = self.fallback[fallback]
+                    self.fallback[child] = self.children[fallback].get(character, 0)
                 queue.append(child)
-            if self._match[state] is None:
-                self._match[state] = self._match[self._fallback[state]]
-            can_grow = bool(self._children[state])
-            self._num_held_back[state] = depth[state] if can_grow else self._num_held_back[self._fallback[state]]
+            if self.match[state] is None:
+                self.match[state] = self.match[self.fallback[state]]
+            can_grow = bool(self.children[state])
+            self.num_held_back[state] = depth[state] if can_grow else self.num_held_back[self.fallback[state]]
+
+
+@lru_cache(maxsize=8)
+def _stop_table(stops: tuple[str, ...]) -> _StopTable:
+    """Built once for all the sequences of a request: thousands of states take milliseconds and megabytes."""
+    return _StopTable(stops)
