@@ -33,15 +33,6 @@ Array<T> attribute(nb::handle object, const char* name) {
   return array;
 }
 
-TensorType tensor_type(const std::string& name) {
-  static constexpr std::pair<const char*, TensorType> kTypes[] = {
-      {"F32", TensorType::F32},   {"F16", TensorType::F16},   {"BF16", TensorType::BF16},
-      {"Q8_0", TensorType::Q8_0}, {"Q4_0", TensorType::Q4_0}, {"Q4_1", TensorType::Q4_1}};
-  for (const auto& [known, type] : kTypes)
-    if (name == known) return type;
-  throw std::invalid_argument("tensor type '" + name + "' is unknown");
-}
-
 struct Table {
   Array<int32_t> block_ids;
   Array<int64_t> offsets;

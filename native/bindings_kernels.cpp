@@ -31,14 +31,6 @@ using Floats = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Output = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
 using Range = std::tuple<int, int>;
 
-TensorType tensor_type(const std::string& name) {
-  static constexpr const char* kNames[] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"};
-  for (int i = 0; i < 6; i++) {
-    if (name == kNames[i]) return TensorType(i);
-  }
-  throw std::invalid_argument("tensor type '" + name + "' is not one of F32 F16 BF16 Q8_0 Q4_0 Q4_1");
-}
-
 // A packed matrix that owns its bytes.
 struct OwnedMatrix {
   PackedMatrix w;

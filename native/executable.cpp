@@ -15,9 +15,11 @@ constexpr int kMaxPassTokens = 256;  // a longer step runs as several passes, so
 constexpr int kMaxProductRows = 256;
 constexpr int kMinQueryPairs = 24, kMaxQueryPairs = 144;  // (row, head) pairs that share a widened tile of keys
 constexpr int kMaxQueryFloats = kMaxQueryPairs * 64;
-constexpr int kMaxPhasesAhead = 2;            // between a phase that keeps one thread busy and the next product
-constexpr int64_t kMaxAheadBytes = 64 << 10;  // of a product's weights, fetched while it is waited for
-constexpr int kMaxFetchBytes = 256 << 10;     // of keys and values of one head, fetched while another is worked on
+constexpr int kMaxPhasesAhead = 2;               // between a phase that keeps one thread busy and the next product
+constexpr int64_t kMaxAheadBytes = 64 << 10;     // of a product's weights, fetched while it is waited for
+constexpr int64_t kLeastLogitsKept = 1 << 24;    // floats of logits that a later pass may need again
+constexpr int64_t kMaxPartialsFloats = 1 << 24;  // of states of attention that wait to be merged
+constexpr int kMaxFetchBytes = 256 << 10;        // of keys and values of one head, fetched while another is worked on
 
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -361,6 +363,7 @@ void Executable::reserve_rows(int64_t num_rows) {
   if (num_rows <= num_rows_reserved_) return;
   int64_t capacity = 8;
   while (capacity < num_rows) capacity *= 2;
+  num_rows_reserved_ = 0;  // should an allocation fail, nothing that is left is used
   row_memory_ = Arena{};
   for (size_t i = 0; i < buffers_.size(); ++i) {
     Buffer& buffer = buffers_[i];
@@ -382,7 +385,8 @@ std::shared_ptr<float[]> Executable::forward(const ForwardBatch& batch) {
   Buffer& logits = buffers_.at(logits_buffer_);
   logits.ld = logits.width;
   const int64_t num_floats = std::max<int64_t>(1, num_out) * logits.width;
-  if (num_floats > logits_floats_) {
+  // What one step of a prompt's log-probabilities took is not kept for the life of a server.
+  if (num_floats > logits_floats_ || logits_floats_ > 4 * num_floats + kLeastLogitsKept) {
     logits_ = std::shared_ptr<float[]>(static_cast<float*>(allocate_bytes(num_floats * sizeof(float))), FreeMemory{});
     logits_floats_ = num_floats;
   }
@@ -529,7 +533,8 @@ void Executable::plan_attention(const AttentionShape& shape, AttentionPlan& plan
 }
 
 // Cuts items into chunks of several heads, one head, or (rows with a long past) one split of one head, so that no chunk
-// has more than a fair part of the work. The longest come first: the last to be claimed should be short.
+// has more than a fair part of the work, as far as the states of splits fit their bound. The longest come first: they
+// need it most, and the last to be claimed should be short.
 void Executable::share_attention(const AttentionShape& shape, AttentionPlan& plan) {
   const auto num_keys = [&](const AttentionItem& item) {  // of a head, over the rows; about
     return int64_t{item.num_rows} * (segments_[item.segment].start + item.row + item.num_rows);
@@ -546,7 +551,9 @@ void Executable::share_attention(const AttentionShape& shape, AttentionPlan& pla
   int64_t partials = 0;
   int32_t counter = 0;
   for (const AttentionItem& item : items) {
-    const bool is_shared = num_keys(item) > fair_keys && item.num_splits > 1;
+    const int64_t item_partials = unit_floats * item.num_rows * item.num_splits * shape.num_kv_heads;
+    const bool is_shared =
+        num_keys(item) > fair_keys && item.num_splits > 1 && partials + item_partials <= kMaxPartialsFloats;
     for (int split = 0; split < (is_shared ? item.num_splits : 1); ++split) {
       const int32_t index = static_cast<int32_t>(plan.items.size());
       plan.items.push_back(item);
@@ -563,7 +570,7 @@ void Executable::share_attention(const AttentionShape& shape, AttentionPlan& pla
         plan.chunks.push_back({index, head, std::min(head + num_heads, shape.num_kv_heads)});
     }
     if (is_shared) {
-      partials += unit_floats * item.num_rows * item.num_splits * shape.num_kv_heads;
+      partials += item_partials;
       counter += shape.num_kv_heads;
     }
   }

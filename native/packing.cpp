@@ -4,6 +4,9 @@
 #include <bit>
 #include <cassert>
 #include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
 namespace ropeway {
 
@@ -93,6 +96,15 @@ const uint8_t* find_row(std::span<const TensorRows> tensors, size_t bytes, int c
 }
 
 }  // namespace
+
+TensorType tensor_type(std::string_view name) {
+  static constexpr std::pair<std::string_view, TensorType> kTypes[] = {
+      {"F32", TensorType::F32},   {"F16", TensorType::F16},   {"BF16", TensorType::BF16},
+      {"Q8_0", TensorType::Q8_0}, {"Q4_0", TensorType::Q4_0}, {"Q4_1", TensorType::Q4_1}};
+  for (const auto& [known, type] : kTypes)
+    if (name == known) return type;
+  throw std::invalid_argument("tensor type '" + std::string(name) + "' is not one of F32 F16 BF16 Q8_0 Q4_0 Q4_1");
+}
 
 size_t row_bytes(TensorType type, int k) {
   if (is_quantised(type)) {

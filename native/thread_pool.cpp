@@ -54,10 +54,17 @@ int available_cpus() {
 
 ThreadPool::ThreadPool(int num_threads) : num_threads_(std::max(1, num_threads)) {
   if (num_threads_ > 1) num_spins_ = calibrate_spins();
-  for (int thread = 1; thread < num_threads_; ++thread) workers_.emplace_back([this, thread] { work_loop(thread); });
+  try {
+    for (int thread = 1; thread < num_threads_; ++thread) workers_.emplace_back([this, thread] { work_loop(thread); });
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   is_stopping_.store(true);
   generation_.fetch_add(1);
   generation_.notify_all();

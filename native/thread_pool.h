@@ -17,7 +17,7 @@ int available_cpus();
 
 class ThreadPool {
  public:
-  // num_threads counts the caller of `run`, which takes part.
+  // num_threads counts the caller of `run`, which takes part. Throws std::system_error where there cannot be so many.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -74,6 +74,7 @@ class ThreadPool {
     int64_t* end_ns = nullptr;
   };
 
+  void stop();
   void run_job(const Job& job);
   void work_loop(int thread);
   void work(int thread);

@@ -53,7 +53,6 @@ inline Bits256 load_i8_as_i16(const int8_t* p) {
 }
 // int16 lanes: u[2i] * s[2i] + u[2i + 1] * s[2i + 1], u unsigned bytes, s signed; the caller keeps it within int16.
 inline Bits256 dot_u8_i8(Bits256 u, Bits256 s) { return _mm256_maddubs_epi16(u, s); }
-inline Bits256 add_i16(Bits256 a, Bits256 b) { return _mm256_add_epi16(a, b); }
 // s += p. Compilers may reassociate integer sums, which would keep a tile's products waiting in (spilled) registers:
 // with the sums pinned here the inner loop of a gemm tile holds 16 registers and runs about 1.7 times as fast.
 inline void accumulate_i16(Bits256& s, Bits256 p) {
@@ -69,8 +68,6 @@ inline void accumulate_i32(Bits256& s, Bits256 p) {
 inline void forget_target(float*& p) { asm("" : "+r"(p)); }
 // int32 lanes: a[2i] * b[2i] + a[2i + 1] * b[2i + 1] over int16.
 inline Bits256 dot_i16(Bits256 a, Bits256 b) { return _mm256_madd_epi16(a, b); }
-inline Bits256 add_i32(Bits256 a, Bits256 b) { return _mm256_add_epi32(a, b); }
-inline Bits256 pair_sums_i16(Bits256 v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 inline Bits256 set_bytes(int8_t x) { return _mm256_set1_epi8(x); }
 inline F32x8 bits_as_f32(Bits256 v) { return _mm256_castsi256_ps(v); }
 inline F32x8 i32_to_f32(Bits256 v) { return _mm256_cvtepi32_ps(v); }

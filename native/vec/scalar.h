@@ -146,12 +146,6 @@ inline Bits256 add_i32(Bits256 a, Bits256 b) {
 }
 inline void accumulate_i16(Bits256& s, Bits256 p) { s = add_i16(s, p); }
 inline void accumulate_i32(Bits256& s, Bits256 p) { s = add_i32(s, p); }
-inline Bits256 pair_sums_i16(Bits256 v) {
-  Int16Lanes x = as_i16(v);
-  Int32Lanes r;
-  for (int i = 0; i < 8; i++) r.lane[i] = x.lane[2 * i] + x.lane[2 * i + 1];
-  return as_bits(r);
-}
 inline Bits256 set_bytes(int8_t x) {
   Bits256 r;
   memset(r.byte, uint8_t(x), 32);

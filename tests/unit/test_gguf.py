@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ropeway.errors import ModelFileError, UnsupportedModelError
+from ropeway.model.architectures import build_program
 from ropeway.model.gguf import GgufFile
 from ropeway.model.loading import load_model
 from ropeway.model.weights import Tensor, TensorType, dequantize
@@ -322,6 +323,12 @@ class TestLoading:
         model = replace(TINY, metadata={**(TINY.metadata or {}), **changes})
         with pytest.raises(ModelFileError, match=message):
             load_model(write_random_gguf(tmp_path / "m.gguf", model))
+
+    def test_more_layers_than_tensors_are_refused_before_any_is_described(self, tmp_path: Path) -> None:
+        config = load_model(write_random_gguf(tmp_path / "m.gguf", TINY)).config
+        names = {"blk.2147483646.attn_norm.weight", "token_embd.weight"}
+        with pytest.raises(ModelFileError, match="declares 2147483647 layers and has 2 tensors"):
+            build_program(replace(config, num_layers=2**31 - 1), names)
 
     @pytest.mark.parametrize(
         "changes, message",

@@ -38,6 +38,11 @@ def llama(config: ModelConfig, tensor_names: AbstractSet[str]) -> Program:
     missing.
     """
     # Before the loop: a hostile layer count must not cost time or memory.
+    if config.num_layers > len(tensor_names):
+        raise ModelFileError(
+            f"the file declares {config.num_layers} layers and has {len(tensor_names)} tensors; fetch a complete model "
+            "file"
+        )
     if f"blk.{config.num_layers - 1}.attn_norm.weight" not in tensor_names:
         raise ModelFileError(
             f"the file declares {config.num_layers} layers, but layer {config.num_layers - 1} has no attn_norm.weight; "
