@@ -27,10 +27,11 @@ from ropeway.bench.plot import Panel, Series, render_svg
 from ropeway.bench.report import Summary, summarise
 from ropeway.bench.workload import RAGGED_PROMPTS, BenchRequest, LengthDistribution, SyntheticWorkload
 from ropeway.catalog import DEFAULT_MODEL, resolve_model
-from ropeway.config import EngineConfig, EngineFacts, free_memory_bytes, resolve
+from ropeway.config import EngineConfig, EngineFacts, resolve
 from ropeway.core.params import Request, SamplingParams
 from ropeway.engine.engine import Engine
 from ropeway.llm import make_backend, make_engine, model_facts, scheduler_recipe
+from ropeway.machine_share import free_memory_bytes
 from ropeway.model.loading import load_model
 
 SIGMAS = (0.0, 0.5, 0.9, 1.3)
@@ -127,8 +128,8 @@ class Bench:
         }
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Every (sigma, seed, mode) that the result file does not hold yet."""
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
+    """Every (sigma, seed, mode) that the result file does not hold yet; the document, and where it lies."""
     bench = Bench(args)
     options = {
         "num_requests": args.num_requests,
@@ -162,7 +163,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         document["runs"].append({"sigma": sigma, "seed": seed, "mode": mode, **result})
         save(path, document)
     print(f"\n{path}")
-    return document
+    return document, path
 
 
 def rates(document: dict[str, Any], sigma: float, mode: str) -> dict[int, float]:
@@ -243,7 +244,7 @@ def plot(document: dict[str, Any]) -> str:
     return render_svg("Continuous and static batching, same kernels and limits", panels)
 
 
-def write_docs(document: dict[str, Any]) -> None:
+def write_docs(document: dict[str, Any], path: Path) -> None:
     machine, options = document["machine"], document["options"]
     DOCS_PLOT.write_text(plot(document))
     DOCS_TABLE.write_text(
@@ -253,7 +254,9 @@ def write_docs(document: dict[str, Any]) -> None:
         f"tokens (at most {options['max_output_tokens']}), prompts of the ragged workload, at most "
         f"{options['max_num_seqs']} sequences and {options['max_num_batched_tokens']} tokens per step. Medians over "
         f"{len({item['seed'] for item in document['runs']})} seeds; a gain is taken within a seed.\n\n"
-        f"`make evidence-batching`, {document['date'][:10]}, commit {document['commit'][:8]}, {machine['processor']}, "
+        f'`make evidence-batching ARGS="--num-requests {options["num_requests"]}"` '
+        f"([results](../benchmarks/results/{path.name})), {document['date'][:10]}, commit {document['commit'][:8]}, "
+        f"{machine['processor']}, "
         f"{machine['num_cpus']} cores, load average at the start {machine['load_average'][0]:.1f}.\n\n"
         f"{format_table(document)}\n\n![Throughput and gain against the spread of output lengths](batching.svg)\n"
     )
@@ -286,10 +289,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.num_requests = args.seeds[:1], 64
-    document = run(args)
+    document, path = run(args)
     print(format_table(document))
     if not args.quick and set(SIGMAS) == sigmas_of(document):
-        write_docs(document)
+        write_docs(document, path)
     return 0 if check_baseline(document) else 1
 
 

@@ -1,7 +1,7 @@
 """Options of an engine: `EngineConfig` is intent, `resolve()` turns it once into `EngineFacts`.
 
-Owns validation, the arithmetic of the KV pool and of the effective context, and the reading of free memory. Knows
-nothing of model files, backends or clocks: what a model needs arrives as `ModelFacts`.
+Owns validation, and the arithmetic of the KV pool and of the effective context. Knows nothing of model files, backends,
+machines or clocks: what a model needs arrives as `ModelFacts`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal, get_args
 
 from ropeway.core.admission import AdmissionName
@@ -26,7 +25,7 @@ FREE_MEMORY_SHARE = 0.5
 MAX_DEFAULT_KV_BYTES = 2 << 30
 DEFAULT_NUM_SEQS = 128
 DEFAULT_NUM_BATCHED_TOKENS = 2048
-# Weights are repacked: at most 1.15 x the file (docs/architecture.md); scratch buffers and the interpreter take the
+# Weights are repacked: at most 1.15 x the file; scratch buffers and the interpreter take the
 # rest.
 PACKED_WEIGHTS_RATIO = 1.15
 WORKING_MEMORY_BYTES = 200 << 20
@@ -65,7 +64,7 @@ class EngineConfig:
     background_share: of the newly computed tokens, what is guaranteed to background requests while they wait or run.
     enable_prefix_caching: prompts that begin alike share what is computed of them; None is yes, but for the baselines,
         which cannot.
-    num_threads: of the native backend; None is one per usable core.
+    num_threads: of the native backend; None is one per processor that the process may use.
     isa: instruction set of the native kernels; None is the best this processor has.
     backend: `native`, or `reference` (numpy, slow, the oracle of the tests).
     max_num_queued_reqs, max_num_queued_tokens: most requests, and known tokens, that may wait to begin beside those
@@ -298,62 +297,6 @@ def format_bytes(size: int) -> str:
         if size >= width:
             return f"{size / width:.1f} {unit}"
     return f"{size} bytes"
-
-
-def free_memory_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory this process may still take: what the kernel calls available, or what its cgroups leave, if that is
-    less.
-    """
-    available = _available_bytes(proc)
-    return max(0, min([available, *_cgroup_free_bytes(proc, cgroup_root)]))
-
-
-def _available_bytes(proc: Path) -> int:
-    try:
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    if match:
-        return int(match[1]) << 10
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_free_bytes(proc: Path, root: Path) -> Iterable[int]:
-    """Limit minus use, for this process's cgroup and each one above it, in version 2 or 1."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names = ("memory.max", "memory.current", "inactive_file")
-            top = root
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            top = root / "memory"
-        else:
-            continue
-        # Inside a container the path may be the host's: then only the top directory exists here.
-        relative = Path(path.lstrip("/"))
-        for directory in (top / relative, *(top / parent for parent in relative.parents)):
-            free = _limit_minus_use(directory, *names)
-            if free is not None:
-                yield free
-
-
-def _limit_minus_use(directory: Path, limit_name: str, use_name: str, cache_name: str) -> int | None:
-    try:
-        limit = (directory / limit_name).read_text().strip()
-        use = int((directory / use_name).read_text())
-        statistics = (directory / "memory.stat").read_text()
-    except (OSError, ValueError):
-        return None
-    if not limit.isdigit():  # "max"
-        return None
-    # File pages that are not in use are given back under pressure.
-    cache = re.search(rf"^{cache_name} (\d+)$", statistics, re.MULTILINE)
-    return int(limit) - use + (int(cache[1]) if cache else 0)
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeGuard
 from ropeway.backends.batch import Backend
 from ropeway.calibration import calibrate_step_costs
 from ropeway.catalog import CATALOG, DEFAULT_MODEL, resolve_model
-from ropeway.config import EngineConfig, EngineFacts, ModelFacts, free_memory_bytes, resolve
+from ropeway.config import EngineConfig, EngineFacts, ModelFacts, resolve
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
@@ -32,6 +32,7 @@ from ropeway.engine.runner import Runner
 from ropeway.errors import ConfigError, InvalidRequestError, ModelFileError
 from ropeway.inputs import EncodedPrompt, Message, Prompt, RequestBuilder
 from ropeway.machine_limits import IdleLimits, MachineLimits
+from ropeway.machine_share import free_memory_bytes
 from ropeway.model.loading import Model, load_model
 from ropeway.model.sampling_defaults import sampling_defaults
 from ropeway.outputs import Assembler, RequestOutput, Transcript
@@ -278,24 +279,24 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Completes every prompt; answers come in the order of the prompts.
 
-        prompts: one prompt or a list; a prompt is text, token ids, or {"prompt_token_ids": ids}. params: one for all,
-        or one per prompt. use_tqdm: a progress bar on stderr.
+        prompts: one prompt or a list; a prompt is text, token ids, or {"prompt_token_ids": ids}.
+        sampling_params: one for all, or one per prompt. use_tqdm: a progress bar on stderr.
 
         Raises InvalidRequestError before anything runs, where a prompt or its parameters are wrong.
         """
         encoded = [self._loaded.builder.encode(prompt) for prompt in _as_list(prompts)]
-        return self._run_all(encoded, params, use_tqdm)
+        return self._run_all(encoded, sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
@@ -308,7 +309,7 @@ class LLM:
         conversations = [messages] if is_one else messages
         encode, variables = self._loaded.builder.encode_chat, chat_template_kwargs
         encoded = [encode(each, template_variables=variables) for each in conversations]  # type: ignore[arg-type]
-        return self._run_all(encoded, params, use_tqdm)
+        return self._run_all(encoded, sampling_params, use_tqdm)
 
     def generate_each(
         self, items: Iterable[tuple[Prompt | EncodedPrompt, SamplingParams]]
@@ -469,7 +470,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt | EncodedPrompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         output_kind: OutputKind = "cumulative",
@@ -484,7 +485,7 @@ class AsyncLLM:
         """
         encoded = prompt if isinstance(prompt, EncodedPrompt) else self.builder.encode(prompt)
         request_id = request_id or f"async-{secrets.token_hex(16)}"
-        request = self.builder.build(encoded, params or SamplingParams(), request_id, terms)
+        request = self.builder.build(encoded, sampling_params or SamplingParams(), request_id, terms)
         transcript = Transcript(request, encoded.text)
         async with self.submit([request]) as stream:
             while deltas := await stream.take():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from ropeway.config import (
     EngineConfig,
     ModelFacts,
     format_bytes,
-    free_memory_bytes,
     parse_bytes,
     resolve,
 )
@@ -153,55 +151,6 @@ def test_wrong_sizes(text: object) -> None:
 
 def test_sizes_for_people() -> None:
     assert [format_bytes(size) for size in (5, 2048, 3 << 20, 5 * GIB)] == ["5 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Path:
-    proc = tmp_path / "proc"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemFree: 100 kB\nMemAvailable:    8000000 kB\n")
-    (proc / "self" / "cgroup").write_text("0::/a/b\n")
-    return tmp_path
-
-
-def free(machine: Path) -> int:
-    return free_memory_bytes(machine / "proc", machine / "cgroup")
-
-
-def write_cgroup(directory: Path, names: tuple[str, str], limit: str, use: int, stat: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / names[0]).write_text(limit)
-    (directory / names[1]).write_text(str(use))
-    (directory / "memory.stat").write_text(stat)
-
-
-V2 = ("memory.max", "memory.current")
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-
-
-def test_free_memory_without_cgroups(machine: Path) -> None:
-    assert free(machine) == 8000000 << 10
-
-
-def test_free_memory_of_the_tightest_cgroup(machine: Path) -> None:
-    write_cgroup(machine / "cgroup" / "a" / "b", V2, "max\n", 5, "inactive_file 0\n")
-    write_cgroup(machine / "cgroup" / "a", V2, "1000000\n", 700000, "anon 7\ninactive_file 50000\n")
-    assert free(machine) == 350000
-
-
-def test_free_memory_in_version_1(machine: Path) -> None:
-    (machine / "proc" / "self" / "cgroup").write_text("9:name=systemd:/\n4:memory:/x\n3:cpuset:/\n0::/\n")
-    write_cgroup(machine / "cgroup" / "memory", V1, "2000\n", 500, "inactive_file 1\ntotal_inactive_file 100\n")
-    assert free(machine) == 1600
-
-
-def test_free_memory_is_never_negative(machine: Path) -> None:
-    write_cgroup(machine / "cgroup", V2, "1000\n", 5000, "")
-    assert free(machine) == 0
-
-
-def test_free_memory_of_this_machine() -> None:
-    assert free_memory_bytes() > 0
 
 
 def test_facts_are_frozen() -> None:

@@ -21,8 +21,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": set(),
     "line_ends": set(),
     "batch": {"line_ends"},
-    "backends": {"model", "_native"},
+    "backends": {"model", "_native", "machine_share"},
     "machine_limits": {"_native"},
+    "machine_share": set(),
     "engine.runner": {
         "core", "backends", "engine.plan_rows", "engine.prompt_scores", "engine.token_lists", "engine.grammar_masks",
     },
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration": {"core", "model", "backends", "config"},
     "llm": {
         "core", "text", "model", "backends", "engine", "config", "catalog", "inputs", "outputs", "calibration",
-        "machine_limits",
+        "machine_limits", "machine_share",
     },
     "server": {
         "core", "text", "engine", "batch", "config", "llm", "catalog", "inputs", "outputs", "machine_limits",

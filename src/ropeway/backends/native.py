@@ -31,6 +31,7 @@ from ropeway.backends.lowering import (
     select_early,
 )
 from ropeway.errors import ConfigError, OutOfMemoryError, UnsupportedIsaError
+from ropeway.machine_share import usable_cpus
 from ropeway.model.program import Add, CacheGroup, Embed, GatedAct, KvWrite, Norm, Program, Rope, SelectRows, Weight
 from ropeway.model.weights import Tensor, TensorType, dequantize
 
@@ -42,7 +43,8 @@ _QUANTISED_TYPES = frozenset({TensorType.Q8_0, TensorType.Q4_0, TensorType.Q4_1}
 class NativeBackend:
     """A Program made executable by the native kernels, over a paged KV cache in float16.
 
-    num_threads: threads that compute, the caller's among them; None is one per processor this process may use.
+    num_threads: threads that compute, the caller's among them; None is one per processor this process may use, by its
+    affinity and its cgroups' quotas.
     isa: instruction set by name; None is ROPEWAY_ISA or else the best this machine has.
 
     Raises ConfigError (pool or threads of no use), OutOfMemoryError (the KV pool does not fit this machine) and
@@ -72,7 +74,7 @@ class NativeBackend:
         self._program = program
         self._num_kv_blocks = num_kv_blocks
         self._block_size = block_size
-        self._pool = _native.ThreadPool(num_threads or _native.available_cpus())
+        self._pool = _thread_pool(num_threads or usable_cpus(_native.available_cpus()))
         self._executable = _native.Executable(self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks)
         self._sampler = _native.Sampler(self._pool, program.vocab_size, isa)
         # Of the batches that were passed last: one that advances in place is taken apart once.
@@ -181,6 +183,13 @@ def check_kv_pool(groups: Iterable[CacheGroup], num_kv_blocks: int, block_size: 
             f"{memory_bytes / 2**30:.1f} GiB; ask for at most {num_kv_blocks * memory_bytes // num_bytes} blocks, "
             "less what else runs here"
         )
+
+
+def _thread_pool(num_threads: int) -> _native.ThreadPool:
+    try:
+        return _native.ThreadPool(num_threads)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"{num_threads} threads cannot be started here ({error}); set num_threads to fewer") from None
 
 
 def _padded(head_dim: int) -> int:

@@ -24,8 +24,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, metavar="TOKENS", help="most tokens one step computes, however little "
         "time they take; default: 2048; steps are bounded in time by --objective")  # fmt: skip
     add("--objective", choices=("balanced", "throughput", "latency"), help="how long steps may be for the sake of "
-        "prompts while others are answered: balanced (default) keeps gaps between tokens within 2.5 times their "
-        "usual, latency within 1.5, throughput lets them grow")  # fmt: skip
+        "prompts while others are answered: balanced (default) aims at 99 in 100 gaps between tokens within 2.3 "
+        "times the usual, latency lets a step take 1.3 times its answers alone, throughput lets gaps grow")  # fmt: skip
     add("--slo-ttft-ms", type=float, metavar="MS", help="target for the time to the first token; requests that could "
         "not meet it are refused with 503; default: none")  # fmt: skip
     add("--slo-tpot-ms", type=float, metavar="MS", help="target for the time per token after the first; bounds steps "
@@ -57,9 +57,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "place is waiting for; more are refused with 503; default: no limit")  # fmt: skip
     add("--max-num-queued-tokens", type=int, metavar="TOKENS", help="most tokens that wait to begin; default: no "
         "limit")  # fmt: skip
-    add("--num-threads", type=int, metavar="N", help="threads that compute; default: one per usable core")
+    add("--num-threads", type=int, metavar="N", help="threads that compute; default: one per processor that "
+        "this process may use, by its affinity and its cgroups' quotas")  # fmt: skip
     add("--isa", metavar="NAME", help="instruction set of the kernels, such as scalar or avx2; default: the best "
-        "that this processor has; same answers on the same one only")  # fmt: skip
+        "that this processor has; all give the same answers")  # fmt: skip
     add("--backend", choices=("native", "reference"), help="what computes; default: native; reference is numpy: "
         "slow, for checking")  # fmt: skip
     add("--chat-template", metavar="FILE", help="chat template to use instead of the model's own: a file of Jinja2, or "

@@ -108,7 +108,7 @@ def _add_log(group: Any) -> None:
     add("--log-format", choices=("text", "json"), default="text", help="json: an object per line, for machines to "
         "read; default: text")  # fmt: skip
     add("--otlp-traces-endpoint", metavar="URL", help="send a span per request to this OpenTelemetry collector; needs "
-        "pip install 'ropeway[otel]'; default: none")  # fmt: skip
+        "the packages of docs/serving.md, Traces; default: none")  # fmt: skip
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:

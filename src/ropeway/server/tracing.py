@@ -32,6 +32,11 @@ OPERATIONS = {
     "/v1/responses": "chat",
 }
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+PACKAGES = (
+    "opentelemetry-sdk",
+    "opentelemetry-exporter-otlp-proto-grpc",
+    "opentelemetry-exporter-otlp-proto-http",
+)
 FLUSH_S = 2.0
 MAX_SPAN_INTEGER = 2**63 - 1
 
@@ -154,7 +159,7 @@ def open_traces(endpoint: str) -> RequestTraces:
             raise ConfigError(f"{PROTOCOL_VARIABLES[0]} is {protocol[:40]!r}; known: grpc, http/protobuf")
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'ropeway[otel]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install {' '.join(PACKAGES)}"
         ) from None
     return RequestTraces(BatchSpanProcessor(exporter))
 
