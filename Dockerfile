@@ -1,4 +1,5 @@
-# docker build -t ropeway . && docker run --rm -p 8000:8000 ropeway
+# docker build -t ropeway . && docker run --rm -p 127.0.0.1:8000:8000 ropeway
+# For other people's use: docs/serving.md, In front of people.
 FROM debian:bookworm-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates g++ python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -20,6 +21,6 @@ COPY --from=build --chown=ropeway /opt/cache /opt/cache
 ENV PATH=/opt/ropeway/bin:$PATH XDG_CACHE_HOME=/opt/cache
 USER ropeway
 EXPOSE 8000
-# exec form: SIGTERM reaches the server, which drains and exits 0.
+# exec form: SIGTERM reaches the server, which lets answers finish for --shutdown-timeout seconds and exits 0.
 ENTRYPOINT ["ropeway"]
 CMD ["serve", "--host", "0.0.0.0"]
