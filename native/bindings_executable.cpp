@@ -10,8 +10,10 @@
 
 #include <stdexcept>
 
+#include "bindings_rows.h"
 #include "executable.h"
 #include "isa.h"
+#include "released_call.h"
 
 namespace nb = nanobind;
 
@@ -38,60 +40,44 @@ struct Table {
   Array<int64_t> offsets;
 };
 
-// The arrays of a ForwardBatch, taken apart once: a caller who passes the same batch again, with other values in its
-// arrays, is spared some 90 us where a pass has just had the caches.
-class ForwardArrays {
- public:
+// The arrays of a ForwardBatch; holds on to them.
+struct ForwardArrays {
+  const Array<int32_t> token_ids, positions, query_indptr, kv_lens, out_rows;
+  std::vector<Table> tables;
+  ForwardBatch view;
+
   explicit ForwardArrays(nb::handle batch)
-      : token_ids_(attribute<int32_t>(batch, "token_ids")),
-        positions_(attribute<int32_t>(batch, "positions")),
-        query_indptr_(attribute<int32_t>(batch, "query_indptr")),
-        kv_lens_(attribute<int32_t>(batch, "kv_lens")),
-        out_rows_(attribute<int32_t>(batch, "out_rows")),
-        view_{span(token_ids_), span(positions_), span(query_indptr_), span(kv_lens_), span(out_rows_), {}} {
+      : token_ids(attribute<int32_t>(batch, "token_ids")),
+        positions(attribute<int32_t>(batch, "positions")),
+        query_indptr(attribute<int32_t>(batch, "query_indptr")),
+        kv_lens(attribute<int32_t>(batch, "kv_lens")),
+        out_rows(attribute<int32_t>(batch, "out_rows")),
+        view{span(token_ids), span(positions), span(query_indptr), span(kv_lens), span(out_rows), {}} {
     for (nb::handle table : batch.attr("tables"))
-      tables_.push_back({attribute<int32_t>(table, "block_ids"), attribute<int64_t>(table, "offsets")});
-    for (const Table& table : tables_) view_.tables.push_back({span(table.block_ids), span(table.offsets)});
+      tables.push_back({attribute<int32_t>(table, "block_ids"), attribute<int64_t>(table, "offsets")});
+    for (const Table& table : tables) view.tables.push_back({span(table.block_ids), span(table.offsets)});
     if (const nb::object slice = batch.attr("layer_slice"); !slice.is_none())
-      view_.layer_slice = LayerSlice{nb::cast<int>(slice.attr("index")), nb::cast<int>(slice.attr("count"))};
+      view.layer_slice = LayerSlice{nb::cast<int>(slice.attr("index")), nb::cast<int>(slice.attr("count"))};
   }
-  ForwardArrays(const ForwardArrays&) = delete;
-  ForwardArrays& operator=(const ForwardArrays&) = delete;
-
-  const ForwardBatch& view() const { return view_; }
-
-  // logits[R, width] for numpy: the same array for as long as they lie where they lay.
-  nb::object as_array(std::shared_ptr<float[]> logits, size_t width) {
-    if (logits.get() == logits_) return logits_array_;
-    float* const data = logits.get();
-    auto holder = std::make_unique<std::shared_ptr<float[]>>(std::move(logits));
-    nb::capsule owner(holder.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
-    holder.release();
-    logits_array_ =
-        nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>(data, {out_rows_.shape(0), width}, owner));
-    logits_ = data;
-    return logits_array_;
-  }
-
- private:
-  const Array<int32_t> token_ids_, positions_, query_indptr_, kv_lens_, out_rows_;
-  std::vector<Table> tables_;
-  ForwardBatch view_;
-  float* logits_ = nullptr;
-  nb::object logits_array_;  // keeps them where they are
 };
 
-nb::object forward(Executable& executable, ForwardArrays& batch) {
-  std::shared_ptr<float[]> logits;
-  const int64_t start_ns = steady_ns();
-  int64_t end_ns;
-  {
-    nb::gil_scoped_release released;
-    logits = executable.forward(batch.view());
-    end_ns = steady_ns();
-  }
-  executable.last_call = {end_ns - start_ns, steady_ns() - end_ns};
-  return batch.as_array(std::move(logits), static_cast<size_t>(executable.vocab_size()));
+using LogitsArray = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
+
+LogitsArray run_forward(Executable& executable, const ForwardBatch& batch) {
+  auto logits = std::make_unique<std::shared_ptr<float[]>>();
+  executable.last_call = call_released([&] { *logits = executable.forward(batch); });
+  float* const data = logits->get();
+  nb::capsule owner(logits.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
+  logits.release();
+  return LogitsArray(data, {batch.out_rows.size(), static_cast<size_t>(executable.vocab_size())}, owner);
+}
+
+// A StepRows lies as the executable wants it: taking the arrays of a ForwardBatch apart costs some 50 us where a pass
+// has just had the caches.
+LogitsArray forward(Executable& executable, nb::handle batch) {
+  if (nb::isinstance<BoundRows>(batch))
+    return run_forward(executable, nb::cast<const BoundRows&>(batch).rows.forward_batch());
+  return run_forward(executable, ForwardArrays(batch).view);
 }
 
 void copy_blocks(Executable& executable, int group, const Array<int32_t>& source_ids,
@@ -176,9 +162,6 @@ void bind_executable(nb::module_& m) {
       .def(nb::init<int>(), nb::arg("num_threads"))
       .def_prop_ro("num_threads", &ThreadPool::num_threads);
   bind_row_ops(m);
-  nb::class_<ForwardArrays>(m, "ForwardArrays",
-                            "The arrays of a ForwardBatch; what they hold may change between passes.")
-      .def(nb::init<nb::handle>(), nb::arg("batch"));
   nb::class_<Executable>(m, "Executable", "A lowered Program with its weights and KV pool.")
       .def(
           "__init__",
@@ -232,7 +215,7 @@ void bind_executable(nb::module_& m) {
       .def("copy_blocks", &copy_blocks, nb::arg("group"), nb::arg("source_ids"), nb::arg("destination_ids"),
            "Copies whole blocks, pair after pair. Raises ValueError for ids outside the pool.")
       .def("forward", &forward, nb::arg("batch"),
-           "logits[R, vocab] of a batch. Raises ValueError for one that does not fit.")
+           "logits[R, vocab] of a ForwardBatch or of StepRows. Raises ValueError for one that does not fit.")
       .def_prop_ro("packed_bytes", &Executable::packed_bytes)
       .def_prop_ro("kv_bytes", &Executable::kv_bytes)
       .def_prop_ro(

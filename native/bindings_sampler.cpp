@@ -7,12 +7,15 @@
 #include <nanobind/stl/string.h>
 
 #include <initializer_list>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "bindings_rows.h"
 #include "isa.h"
+#include "released_call.h"
 #include "sampler.h"
 
 namespace nb = nanobind;
@@ -55,6 +58,16 @@ void check_indptr(const Column<int32_t>& indptr, int64_t num_ids, const char* na
   bool is_right = indptr[0] == 0 && indptr[indptr.size() - 1] == num_ids;
   for (int64_t i = 1; i < indptr.size(); ++i) is_right &= indptr[i - 1] <= indptr[i];
   if (!is_right) refuse(std::string(name) + " does not ascend from 0 to " + std::to_string(num_ids));
+}
+
+bool has_penalty(const SampleRow& row) {
+  return row.repetition_penalty != 1 || row.presence_penalty != 0 || row.frequency_penalty != 0;
+}
+
+void check_row(const SampleRow& row, int64_t r) {
+  if (!(row.temperature >= 0 && row.top_p > 0 && row.min_p >= 0 && row.min_p <= 1 && row.top_k >= 0))
+    refuse("row " + std::to_string(r) + " has a parameter out of range");
+  if (has_penalty(row)) check_ids(row.history, row.num_tokens, row.vocab_size, "history");
 }
 
 // The columns of a batch of R rows; holds on to their arrays.
@@ -112,13 +125,8 @@ struct Columns {
     row.num_biases = bias_indptr[r + 1] - bias_indptr[r];
     row.banned_ids = banned_ids.data() + banned_indptr[r];
     row.num_banned = banned_indptr[r + 1] - banned_indptr[r];
-    if (!(row.temperature >= 0 && row.top_p > 0 && row.min_p >= 0 && row.min_p <= 1 && row.top_k >= 0)) {
-      refuse("row " + std::to_string(r) + " has a parameter out of range");
-    }
-    if (row.repetition_penalty != 1 || row.presence_penalty != 0 || row.frequency_penalty != 0) {
-      set_history(row, r);
-      check_ids(row.history, row.num_tokens, vocab_size, "history");
-    }
+    if (has_penalty(row)) set_history(row, r);
+    check_row(row, r);
     return row;
   }
 
@@ -239,71 +247,83 @@ struct Masks {
   }
 };
 
-// The arrays of a SampleBatch, taken apart once, for as many rows of logits as are there, and those of its draws.
-struct SampleArrays {
-  const int64_t num_logits;
-  const int32_t vocab_size;
-  const LogitsRows logits_rows;
-  const Columns columns;
-  std::optional<Masks> masks;
-  std::optional<Column<int32_t>> logprob_rows;
-  int32_t num_top = 0;
+// What was drawn, as columns.
+struct Drawn {
   std::vector<SampleDraw> draws;
   Output<int32_t> token_ids;
   Output<bool> is_failed;
   Output<uint64_t> total_weights;
 
-  SampleArrays(const Sampler& sampler, nb::handle batch, int64_t num_logits)
-      : num_logits(num_logits),
-        vocab_size(sampler.vocab_size()),
-        logits_rows(batch, num_logits),
-        columns(batch, logits_rows.num_rows),
-        draws(size_t(logits_rows.num_rows)),
-        token_ids(draws.size()),
-        is_failed(draws.size()),
-        total_weights(draws.size()) {
-    if (!batch.attr("masks").is_none()) masks.emplace(batch.attr("masks"), logits_rows.num_rows, vocab_size);
-    if (const nb::object wanted = batch.attr("logprobs"); !wanted.is_none()) {
-      logprob_rows = column<int32_t>(wanted, "rows");
-      LogitsRows::check_rows(*logprob_rows, logits_rows.num_rows, "logprobs.rows");
-      num_top = num_top_of(wanted, vocab_size);
+  explicit Drawn(size_t num_rows)
+      : draws(num_rows), token_ids(num_rows), is_failed(num_rows), total_weights(num_rows) {}
+
+  void fill_columns() {
+    for (size_t i = 0; i < draws.size(); ++i) {
+      token_ids.values[i] = draws[i].token_id;
+      is_failed.values[i] = draws[i].is_failed;
+      total_weights.values[i] = draws[i].total_weight;
     }
+  }
+  nb::tuple columns(nb::object logprobs) {
+    return nb::make_tuple(token_ids.array, is_failed.array, total_weights.array, std::move(logprobs));
   }
 };
 
-nb::object draw(Sampler& sampler, const Logits& logits, SampleArrays& batch) {
+nb::tuple draw_rows(Sampler& sampler, const Logits& logits, const StepRows& batch) {
   const int32_t vocab_size = sampler.vocab_size();
-  check_width(logits, vocab_size);
-  if (int64_t(logits.shape(0)) != batch.num_logits || batch.vocab_size != vocab_size)
-    refuse("it was taken apart for other logits");
-  std::vector<SampleDraw>& draws = batch.draws;
-  std::optional<LogprobColumns> found;
-  if (batch.logprob_rows) found.emplace(batch.logprob_rows->size(), batch.num_top);
-  const int64_t start_ns = steady_ns();
-  int64_t end_ns;
-  {
-    nb::gil_scoped_release released;
-    batch.columns.check(vocab_size);
+  if (logits.shape(0) != batch.sampled.size())
+    refuse("logits of " + std::to_string(logits.shape(0)) + " rows, not " + std::to_string(batch.sampled.size()));
+  Drawn drawn(batch.sampled.size());
+  sampler.last_call = call_released([&] {
     std::vector<SampleRow> rows;
-    rows.reserve(draws.size());
-    for (int64_t r = 0; r < batch.logits_rows.num_rows; ++r)
-      rows.push_back(batch.columns.row(r, logits.data() + batch.logits_rows[r] * vocab_size, vocab_size));
-    if (const std::optional<Masks>& masks = batch.masks)
+    rows.reserve(batch.sampled.size());
+    for (int64_t r = 0; r < std::ssize(batch.sampled); ++r) {
+      rows.push_back(batch.sample_row(r, logits.data() + r * vocab_size, vocab_size));
+      check_row(rows.back(), r);
+    }
+    std::vector<LogprobRow> no_logprobs;
+    sampler.sample(rows, no_logprobs, drawn.draws.data());
+    drawn.fill_columns();
+  });
+  return drawn.columns(nb::none());
+}
+
+nb::tuple draw_batch(Sampler& sampler, const Logits& logits, nb::handle batch) {
+  const int32_t vocab_size = sampler.vocab_size();
+  const LogitsRows logits_rows(batch, int64_t(logits.shape(0)));
+  const Columns columns(batch, logits_rows.num_rows);
+  std::optional<Masks> masks;
+  if (!batch.attr("masks").is_none()) masks.emplace(batch.attr("masks"), logits_rows.num_rows, vocab_size);
+  std::optional<Column<int32_t>> logprob_rows;
+  std::optional<LogprobColumns> found;
+  if (const nb::object wanted = batch.attr("logprobs"); !wanted.is_none()) {
+    logprob_rows = column<int32_t>(wanted, "rows");
+    LogitsRows::check_rows(*logprob_rows, logits_rows.num_rows, "logprobs.rows");
+    found.emplace(logprob_rows->size(), num_top_of(wanted, vocab_size));
+  }
+  Drawn drawn(size_t(logits_rows.num_rows));
+  sampler.last_call = call_released([&] {
+    columns.check(vocab_size);
+    std::vector<SampleRow> rows;
+    rows.reserve(drawn.draws.size());
+    for (int64_t r = 0; r < logits_rows.num_rows; ++r)
+      rows.push_back(columns.row(r, logits.data() + logits_rows[r] * vocab_size, vocab_size));
+    if (masks)
       for (int64_t i = 0; i < masks->rows.size(); ++i)
         rows[masks->rows[i]].mask = masks->words.data() + i * int64_t(masks->words.shape(1));
-    std::vector<LogprobRow> logprobs(found ? draws.size() : 0);
-    for (int64_t i = 0; found && i < batch.logprob_rows->size(); ++i)
-      logprobs[(*batch.logprob_rows)[i]] = found->row(i, vocab_size);
-    sampler.sample(rows, logprobs, draws.data());
-    for (size_t i = 0; i < draws.size(); ++i) {
-      batch.token_ids.values[i] = draws[i].token_id;
-      batch.is_failed.values[i] = draws[i].is_failed;
-      batch.total_weights.values[i] = draws[i].total_weight;
-    }
-    end_ns = steady_ns();
-  }
-  sampler.last_call = {end_ns - start_ns, steady_ns() - end_ns};
-  return found ? nb::object(found->release()) : nb::none();
+    std::vector<LogprobRow> logprobs(found ? drawn.draws.size() : 0);
+    for (int64_t i = 0; found && i < logprob_rows->size(); ++i)
+      logprobs[(*logprob_rows)[i]] = found->row(i, vocab_size);
+    sampler.sample(rows, logprobs, drawn.draws.data());
+    drawn.fill_columns();
+  });
+  return drawn.columns(found ? nb::object(found->release()) : nb::none());
+}
+
+nb::tuple draw(Sampler& sampler, const Logits& logits, nb::handle batch) {
+  check_width(logits, sampler.vocab_size());
+  if (nb::isinstance<BoundRows>(batch)) return draw_rows(sampler, logits, nb::cast<const BoundRows&>(batch).rows);
+  return draw_batch(sampler, logits, batch);
 }
 
 nb::tuple score(Sampler& sampler, const Logits& logits, nb::handle batch) {
@@ -348,20 +368,11 @@ void bind_sampler(nb::module_& m) {
           },
           "Of the last sample: seconds without the interpreter lock, then seconds until it was had again.")
       .def("draw", &draw, nb::arg("logits").noconvert(), nb::arg("batch"),
-           "Draws one token of each row of logits[R, V], which it changes, as the batch says, which gets what was "
-           "drawn. "
-           "Returns the columns of Logprobs where the batch asks for log-probabilities, else None.")
+           "Draws one token of each row of logits[R, V], which it changes, as a SampleBatch or StepRows say: "
+           "token_ids[R] int32, is_failed[R] bool, total_weights[R] uint64 (the survivors' weights together, 0 for a "
+           "greedy or failed row), and the columns of Logprobs where the batch asks for them, else None.")
       .def("score", &score, nb::arg("logits").noconvert(), nb::arg("batch"),
            "The columns of Logprobs for a ScoreBatch over rows of raw logits[R, V].");
-  nb::class_<SampleArrays>(m, "SampleArrays",
-                           "The arrays of a SampleBatch, for num_logits rows of a sampler's logits; what they hold may "
-                           "change between draws. Of the last: token_ids[R] int32, is_failed[R] bool, total_weights[R] "
-                           "uint64 (the survivors' weights together, 0 for a greedy or failed row).")
-      .def(nb::init<const Sampler&, nb::handle, int64_t>(), nb::arg("sampler"), nb::arg("batch"), nb::arg("num_logits"))
-      .def_ro("num_logits", &SampleArrays::num_logits)
-      .def_prop_ro("token_ids", [](const SampleArrays& arrays) { return arrays.token_ids.array; })
-      .def_prop_ro("is_failed", [](const SampleArrays& arrays) { return arrays.is_failed.array; })
-      .def_prop_ro("total_weights", [](const SampleArrays& arrays) { return arrays.total_weights.array; });
 }
 
 }  // namespace ropeway

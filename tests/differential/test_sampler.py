@@ -25,9 +25,7 @@ def native(logits: Float32Array, batch: SampleBatch, isa: str, num_threads: int 
 
 def drawn(sampler: _native.Sampler, logits: Float32Array, batch: SampleBatch) -> tuple[Any, ...]:
     """token_ids, is_failed, total_weights, and the columns of Logprobs or None."""
-    arrays = _native.SampleArrays(sampler, batch, len(logits))
-    logprobs = sampler.draw(logits, arrays)
-    return arrays.token_ids, arrays.is_failed, arrays.total_weights, logprobs
+    return sampler.draw(logits, batch)
 
 
 def total_weight(logits: Float32Array, batch: SampleBatch, r: int) -> int:

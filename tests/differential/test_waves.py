@@ -175,3 +175,14 @@ def test_the_wave_after_a_failed_step_starts_over(model: Model, tokens: list[int
             scheduler.check_invariants()
     assert ends == {"fails": "error", "goes on": "length"}
     assert drawn[0] == int(whole[199].argmax())
+
+
+def test_the_reference_takes_waves_from_the_runner_too(model: Model, tokens: list[int], whole: Float32Array) -> None:
+    backend = ReferenceBackend(model.program, model.tensors, num_kv_blocks=NUM_BLOCKS)
+    scheduler = Scheduler(
+        SchedulerLimits(4, 64, 512), KVManager([NUM_BLOCKS], 16), pacing=WavePacing(64, backend.num_layers)
+    )
+    engine = Engine(scheduler, Runner(backend, max_num_seqs=4, max_model_len=512), lambda: 0.0)
+    engine.submit(Request("r", tuple(tokens[:200]), SamplingParams(temperature=0.0, max_tokens=1), 1, seed=1))
+    (event,) = [event for _ in range(40) for event in engine.step() if event.token_ids]
+    assert event.token_ids == (int(whole[199].argmax()),) and not engine.has_work

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,8 @@ import pytest
 from ropeway.backends.batch import Float32Array, ForwardBatch, SampleBatch, Samples
 from ropeway.core.params import Request, SamplingParams
 from ropeway.core.plan import BlockGrants, StepPlan, StepResult
-from ropeway.engine.plan_rows import DecodeRun
 from ropeway.engine.runner import Runner
 from support.fake_backend import BlockTableCorruption, FakeBackend
-from support.scheduling import make_request, make_scheduler
 
 
 class RecordingBackend(FakeBackend):
@@ -325,75 +322,20 @@ def test_launch_and_collect_alternate(runner: Runner) -> None:
         runner.launch(plan((0, 3, 1, True, [])))
 
 
-def test_rows_that_go_on_are_the_batches_of_rows_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of decodes advances its arrays in place: what the backend is given is what a fresh runner would give."""
-    num_gone_on = 0
-    go_on = Runner._go_on
-
-    def counted(runner: Runner, plan: StepPlan, last: DecodeRun) -> None:
-        nonlocal num_gone_on
-        num_gone_on += 1
-        go_on(runner, plan, last)
-
-    monkeypatch.setattr(Runner, "_go_on", counted)
-
-    def batches(*, is_fresh: bool) -> list[list[list[Any]]]:
-        backend = FakeBackend(num_kv_blocks=64, block_size=2)
-        runner = Runner(backend, max_num_seqs=1, max_model_len=64)  # whose storage grows on the way
-        scheduler = make_scheduler(num_blocks=64, block_size=2)
-        seen: list[list[list[Any]]] = []
-        forward, sample = backend.forward, backend.sample
-
-        def note(batch: ForwardBatch) -> Float32Array:
-            columns = [batch.token_ids, batch.positions, batch.query_indptr, batch.kv_lens, batch.out_rows]
-            (table,) = batch.tables
-            held = [
-                table.block_ids[offset:][: -(-length // 2)].tolist()
-                for offset, length in zip(table.offsets.tolist(), batch.kv_lens.tolist(), strict=True)
-            ]
-            seen.append([*[column.tolist() for column in columns], held])
-            return forward(batch)
-
-        def note_sample(logits: Float32Array, batch: SampleBatch) -> Samples:
-            known = zip(batch.history_offsets.tolist(), batch.num_tokens.tolist(), strict=True)
-            histories = [batch.history[offset:][:count].tolist() for offset, count in known]
-            columns = [batch.temperature, batch.top_k, batch.seed, batch.index, batch.position, batch.num_prompt_tokens]
-            seen.append([*[column.tolist() for column in columns], histories])
-            return sample(logits, batch)
-
-        backend.forward, backend.sample = note, note_sample  # type: ignore[method-assign]
-        arrivals = {0: [("a", 5, 24)], 4: [("b", 3, 9), ("c", 2, 14)]}
-        for step_number in itertools.count():
-            for name, num_tokens, max_tokens in arrivals.pop(step_number, ()):
-                asked = make_request(name, num_tokens, max_tokens, stop=False)
-                for sequence in scheduler.add(asked, 0.0):
-                    runner.add(sequence.sequence_id, asked, sequence.index)
-            if (plan := scheduler.plan(0.0)) is None:
-                return seen
-            if is_fresh:
-                runner._decode_run = None
-            runner.launch(plan)
-            scheduler.commit(plan, runner.collect(), 0.0)
-        raise AssertionError("it ends")
-
-    expected = batches(is_fresh=True)
-    assert num_gone_on == 0
-    assert batches(is_fresh=False) == expected and num_gone_on > 10
-
-
-def test_a_launch_that_fails_ends_the_run_before_it(backend: RecordingBackend) -> None:
+def test_a_launch_that_fails_leaves_the_store_as_it_was(backend: RecordingBackend) -> None:
     runner = Runner(backend, max_num_seqs=1, max_model_len=24)
     runner.add(0, request([1, 2]), 0)
     step(runner, (0, 0, 2, True, [3]))
     step(runner, (0, 2, 1, True, []))
-    assert runner._decode_run is not None
     runner.add(1, request([1] * 24), 0)
-    with pytest.raises(AssertionError, match="exceeds the context"):  # and the storage has grown before
+    with pytest.raises(AssertionError, match="exceeds the context"):
         step(runner, (0, 3, 1, True, []), (1, 0, 2, False, [5]))
-    assert runner._decode_run is None
+    runner.add(2, request([4, 4]), 0)  # for which the storage grows
+    result = step(runner, (0, 3, 1, True, []), (2, 0, 2, True, [5]), finished_ids=(1,))
+    assert result.token_ids == (backend.expected_tokens([1, 2], 3)[2], *backend.expected_tokens([4, 4], 1))
 
 
-def test_a_run_of_decodes_ends_where_a_row_lacks_blocks_or_fails(backend: RecordingBackend, runner: Runner) -> None:
+def test_a_row_that_lacks_blocks_is_refused_and_goes_on_with_them(backend: RecordingBackend, runner: Runner) -> None:
     runner.add(0, request([1, 2]), 0)
     step(runner, (0, 0, 2, True, [3]))
     step(runner, (0, 2, 1, True, []))
@@ -401,7 +343,6 @@ def test_a_run_of_decodes_ends_where_a_row_lacks_blocks_or_fails(backend: Record
     with pytest.raises(AssertionError, match="lacks blocks"):
         step(runner, (0, 4, 1, True, []))
     step(runner, (0, 4, 1, True, [5]))
-    assert runner._decode_run is not None
     backend.failing_rows = {0}
     assert step(runner, (0, 5, 1, True, [])).failed_sequence_ids == (0,)
-    assert runner._decode_run is None
+    assert len(runner.token_ids(0)) == 6

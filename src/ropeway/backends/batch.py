@@ -7,10 +7,12 @@ Everything is ragged and flat; there is no padding in the interface. Indices are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from ropeway._native import StepRows
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -165,6 +167,11 @@ class Samples:
     logprobs: Logprobs | None = None
 
 
+# What a runner gathers of its storage has the fields of both; the native backend takes it as it lies.
+ForwardRows: TypeAlias = ForwardBatch | StepRows
+SampleRows: TypeAlias = SampleBatch | StepRows
+
+
 class Backend(Protocol):
     """A Program made executable, with its KV pool. Not thread-safe: one caller at a time.
 
@@ -172,9 +179,7 @@ class Backend(Protocol):
     `copy_blocks` copies whole blocks of a cache group, in every layer and pair after pair: an earlier target may be a
     source.
     `forward` returns logits[R, V] float32 that stay valid until the next `forward`; `sample` may change in place
-    the rows that it reads, and what it drew stays valid until the next `sample`; `score` changes no row. The arrays of
-    a batch are the caller's again when a call returns: a batch may be passed again with other values in them, but for
-    the numbers of rows that say what is read (logits_rows, and those of masks and logprobs).
+    the rows that it reads; `score` changes no row. The arrays of a batch are the caller's again when a call returns.
     """
 
     @property
@@ -191,8 +196,8 @@ class Backend(Protocol):
 
     def copy_blocks(self, group: int, source_ids: Int32Array, destination_ids: Int32Array) -> None: ...
 
-    def forward(self, batch: ForwardBatch) -> Float32Array: ...
+    def forward(self, batch: ForwardRows) -> Float32Array: ...
 
-    def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples: ...
+    def sample(self, logits: Float32Array, batch: SampleRows) -> Samples: ...
 
     def score(self, logits: Float32Array, batch: ScoreBatch) -> Logprobs: ...

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ropeway import _native
-from ropeway.backends.batch import Float32Array, ForwardBatch, Int32Array, Logprobs, SampleBatch, Samples, ScoreBatch
+from ropeway.backends.batch import Float32Array, ForwardRows, Int32Array, Logprobs, SampleRows, Samples, ScoreBatch
 from ropeway.backends.layer_cuts import layer_cuts
 from ropeway.backends.lowering import (
     LOGITS,
@@ -77,9 +77,6 @@ class NativeBackend:
         self._pool = _thread_pool(num_threads or usable_cpus(_native.available_cpus()))
         self._executable = _native.Executable(self._pool, isa=isa, block_size=block_size, num_kv_blocks=num_kv_blocks)
         self._sampler = _native.Sampler(self._pool, program.vocab_size, isa)
-        # Of the batches that were passed last: one that advances in place is taken apart once.
-        self._forward: tuple[ForwardBatch, _native.ForwardArrays] | None = None
-        self._sample: tuple[SampleBatch, _native.SampleArrays] | None = None
         self._calls: collections.deque[tuple[float, float]] = collections.deque(maxlen=MAX_CALLS_KEPT)
         _Builder(self._executable, select_early(program), tensors).build()
         _release_file_pages(tensors.values())
@@ -123,24 +120,17 @@ class NativeBackend:
         """Copies whole blocks of a cache group, pair after pair. Raises ValueError for ids outside the pool."""
         self._executable.copy_blocks(group, source_ids, destination_ids)
 
-    def forward(self, batch: ForwardBatch) -> Float32Array:
+    def forward(self, batch: ForwardRows) -> Float32Array:
         """logits[R, vocab] of the rows that `batch` asks for; the KV cache gains the batch's tokens."""
-        last = self._forward
-        if last is None or last[0] is not batch:
-            last = self._forward = (batch, _native.ForwardArrays(batch))
-        logits = self._executable.forward(last[1])
+        logits = self._executable.forward(batch)
         self._calls.append(self._executable.last_call)
         return logits
 
-    def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
+    def sample(self, logits: Float32Array, batch: SampleRows) -> Samples:
         """One token per row of the batch; its rows of logits[R, vocab] are changed in place."""
-        last = self._sample
-        if last is None or last[0] is not batch or last[1].num_logits != len(logits):
-            last = self._sample = (batch, _native.SampleArrays(self._sampler, batch, len(logits)))
-        arrays = last[1]
-        logprobs = self._sampler.draw(logits, arrays)
+        token_ids, is_failed, _, logprobs = self._sampler.draw(logits, batch)
         self._calls.append(self._sampler.last_call)
-        return Samples(arrays.token_ids, arrays.is_failed, None if logprobs is None else Logprobs(*logprobs))
+        return Samples(token_ids, is_failed, None if logprobs is None else Logprobs(*logprobs))
 
     def score(self, logits: Float32Array, batch: ScoreBatch) -> Logprobs:
         """Log-probabilities of known tokens by rows of logits[R, vocab]."""

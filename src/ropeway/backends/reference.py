@@ -7,19 +7,20 @@ docstring in `model.program`. Knows no scheduling and no text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from ropeway.backends.batch import (
+    BlockTables,
     Float32Array,
     ForwardBatch,
+    ForwardRows,
     Int32Array,
     Int64Array,
     LayerSlice,
     Logprobs,
-    SampleBatch,
+    SampleRows,
     Samples,
     ScoreBatch,
 )
@@ -101,16 +102,17 @@ class ReferenceBackend:
                 for source, destination in zip(source_ids, destination_ids, strict=True):
                     cache[destination] = cache[source]
 
-    def forward(self, batch: ForwardBatch) -> Float32Array:
+    def forward(self, batch: ForwardRows) -> Float32Array:
         """logits[R, vocab] of the rows that `batch` asks for; the KV cache gains the batch's tokens."""
         if batch.layer_slice is None:
             return self._run_ops(self._program.ops, {}, batch)
         return self._forward_sliced(batch, batch.layer_slice)
 
-    def _forward_sliced(self, batch: ForwardBatch, layer_slice: LayerSlice) -> Float32Array:
+    def _forward_sliced(self, batch: ForwardRows, layer_slice: LayerSlice) -> Float32Array:
         """The rows before the last pass every layer, and then the last those of the slice."""
         before, last = _without_last_row(batch), _last_row(batch)
-        logits = self._run_ops(self._program.ops, {}, before)
+        ops_before = self._program.ops if len(before.token_ids) else ()
+        logits = self._run_ops(ops_before, {}, before)
         if layer_slice.index == 0:
             self._kept = {}
         first, end = layer_slice.bounds(self.num_layers)
@@ -119,7 +121,7 @@ class ReferenceBackend:
         last_logits = self._run_ops(ops, self._kept, last)
         return np.concatenate([logits, last_logits]) if layer_slice.is_last else logits
 
-    def _run_ops(self, ops: Sequence[Op], buffers: dict[str, Float32Array], batch: ForwardBatch) -> Float32Array:
+    def _run_ops(self, ops: Sequence[Op], buffers: dict[str, Float32Array], batch: ForwardRows) -> Float32Array:
         """Runs ops over `buffers`; the logits, of no rows where ops have none."""
         slots = [self._slots(batch, group) for group in range(len(self._program.cache_groups))]
         for op in ops:
@@ -128,7 +130,7 @@ class ReferenceBackend:
             self._run(op, buffers, batch, slots)
         return np.empty((0, self.vocab_size), np.float32)
 
-    def sample(self, logits: Float32Array, batch: SampleBatch) -> Samples:
+    def sample(self, logits: Float32Array, batch: SampleRows) -> Samples:
         """One token per row of the batch; its rows of logits[R, vocab] are changed in place."""
         return sample_reference(logits, batch)
 
@@ -136,9 +138,7 @@ class ReferenceBackend:
         """Log-probabilities of known tokens by rows of logits[R, vocab]."""
         return score_reference(logits, batch)
 
-    def _run(
-        self, op: Op, buffers: dict[str, Float32Array], batch: ForwardBatch, slots: list[list[Int64Array]]
-    ) -> None:
+    def _run(self, op: Op, buffers: dict[str, Float32Array], batch: ForwardRows, slots: list[list[Int64Array]]) -> None:
         match op:
             case Embed():
                 buffers[op.out] = self._weights[op.weight.name][batch.token_ids]
@@ -184,7 +184,7 @@ class ReferenceBackend:
         heads[..., second] = a * sin + b * cos
         return heads.reshape(x.shape)
 
-    def _slots(self, batch: ForwardBatch, group: int) -> list[Int64Array]:
+    def _slots(self, batch: ForwardRows, group: int) -> list[Int64Array]:
         """Per sequence, the cache slot of each of its positions 0 .. kv_len - 1."""
         table = batch.tables[group]
         slots = []
@@ -194,7 +194,7 @@ class ReferenceBackend:
         return slots
 
     def _write(
-        self, op: KvWrite, buffers: dict[str, Float32Array], batch: ForwardBatch, slots: list[Int64Array]
+        self, op: KvWrite, buffers: dict[str, Float32Array], batch: ForwardRows, slots: list[Int64Array]
     ) -> None:
         for cache, name in ((self._keys[op.layer], op.k), (self._values[op.layer], op.v)):
             rows = cache.reshape(-1, *cache.shape[2:])  # [slots, num_kv_heads, head_dim]
@@ -202,7 +202,7 @@ class ReferenceBackend:
             for s, (start, end) in enumerate(zip(batch.query_indptr[:-1], batch.query_indptr[1:], strict=True)):
                 rows[slots[s][batch.positions[start:end]]] = new[start:end]
 
-    def _attention(self, op: Attention, q: Float32Array, batch: ForwardBatch, slots: list[Int64Array]) -> Float32Array:
+    def _attention(self, op: Attention, q: Float32Array, batch: ForwardRows, slots: list[Int64Array]) -> Float32Array:
         keys, values = self._keys[op.layer], self._values[op.layer]
         group_size = op.num_heads // op.num_kv_heads
         queries = q.reshape(len(q), op.num_kv_heads, group_size, op.head_dim)
@@ -219,26 +219,26 @@ class ReferenceBackend:
         return out.reshape(len(q), -1)
 
 
-def _without_last_row(batch: ForwardBatch) -> ForwardBatch:
+def _without_last_row(batch: ForwardRows) -> ForwardBatch:
     num_tokens = batch.query_indptr[-2]
     return ForwardBatch(
         token_ids=batch.token_ids[:num_tokens],
         positions=batch.positions[:num_tokens],
         query_indptr=batch.query_indptr[:-1],
         kv_lens=batch.kv_lens[:-1],
-        tables=tuple(replace(table, offsets=table.offsets[:-1]) for table in batch.tables),
+        tables=tuple(BlockTables(table.block_ids, table.offsets[:-1]) for table in batch.tables),
         out_rows=batch.out_rows[batch.out_rows < num_tokens],
     )
 
 
-def _last_row(batch: ForwardBatch) -> ForwardBatch:
+def _last_row(batch: ForwardRows) -> ForwardBatch:
     first, end = batch.query_indptr[-2:]
     return ForwardBatch(
         token_ids=batch.token_ids[first:],
         positions=batch.positions[first:],
         query_indptr=np.array([0, end - first], np.int32),
         kv_lens=batch.kv_lens[-1:],
-        tables=tuple(replace(table, offsets=table.offsets[-1:]) for table in batch.tables),
+        tables=tuple(BlockTables(table.block_ids, table.offsets[-1:]) for table in batch.tables),
         out_rows=batch.out_rows[batch.out_rows >= first] - first,
     )
 

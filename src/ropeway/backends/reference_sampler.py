@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import Float32Array, Int32Array, Logprobs, SampleBatch, Samples, ScoreBatch
+from ropeway.backends.batch import Float32Array, Int32Array, Logprobs, SampleRows, Samples, ScoreBatch
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -30,7 +30,7 @@ _EXP2_COEFFICIENTS = tuple(
 )
 
 
-def sample_reference(logits: Float32Array, batch: SampleBatch) -> Samples:
+def sample_reference(logits: Float32Array, batch: SampleRows) -> Samples:
     """Draws one token for each row of the batch, applying biases, masks and penalties to its logits[R, V] in place."""
     num_rows = len(batch.temperature)
     logits_rows = np.arange(num_rows) if batch.logits_rows is None else batch.logits_rows
@@ -62,7 +62,7 @@ def score_reference(logits: Float32Array, batch: ScoreBatch) -> Logprobs:
     return Logprobs(np.array(logprobs, dtype=np.float32), np.array(ranks, dtype=np.int32), top_ids, top_logprobs)
 
 
-def sample_row(logits: Float32Array, batch: SampleBatch, row: int) -> int | None:
+def sample_row(logits: Float32Array, batch: SampleRows, row: int) -> int | None:
     """The token of one row of logits[V]; None if they hold a NaN or every one of them is -inf."""
     adjust_logits(logits, batch, row)
     if np.isnan(logits).any() or logits.max() == -np.inf:
@@ -78,7 +78,7 @@ def sample_row(logits: Float32Array, batch: SampleBatch, row: int) -> int | None
     return int(survivors[np.searchsorted(np.cumsum(weights), target, side="right")])
 
 
-def adjust_logits(logits: Float32Array, batch: SampleBatch, row: int) -> None:
+def adjust_logits(logits: Float32Array, batch: SampleRows, row: int) -> None:
     """Adds the biases, masks the banned ids and what a grammar forbids, and applies the penalties, in place.
 
     Repetition (CTRL, Keskar et al. 2019): the logit of a token of prompt or output is divided by the penalty where

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import Int32Array, Int64Array, SampleBatch, Samples, TokenMasks
+from ropeway.backends.batch import Int32Array, SampleBatch, Samples, TokenMasks
 
 
 class Grammars(Protocol):
@@ -60,27 +60,27 @@ class GrammarMasks:
     def forget(self, slot: int) -> None:
         self._matchers.pop(slot, None)
 
-    def start(self, slots: Int64Array) -> PendingMasks | None:
+    def start(self, slots: list[int]) -> PendingMasks | None:
         """Begins to fill the masks of the rows of these slots that have a grammar; None where no row has."""
         if not self._matchers:
             return None
-        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._matchers]
+        rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
         if not rows:
             return None
         assert self._grammars is not None
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "ropeway-masks")
         words = np.zeros((len(rows), self._num_words), dtype=np.uint32)
-        matchers = [self._matchers[int(slots[row])] for row in rows]
+        matchers = [self._matchers[slots[row]] for row in rows]
         filled = self._executor.submit(self._grammars.fill_masks, matchers, words)
         return PendingMasks(np.array(rows, dtype=np.int32), words, filled)
 
-    def accept(self, masks: TokenMasks, slots: Int64Array, samples: Samples) -> list[int]:
-        """Goes on by the tokens drawn under `masks`; the rows whose text is complete with them."""
+    def accept(self, rows: Int32Array, slots: list[int], samples: Samples) -> list[int]:
+        """Goes on by the tokens drawn by the rows that have masks; those whose text is complete with them."""
         assert self._grammars is not None
         complete = []
-        for row in masks.rows.tolist():
-            slot = int(slots[row])
+        for row in rows.tolist():
+            slot = slots[row]
             if samples.is_failed[row]:
                 continue
             if self._grammars.accept(self._matchers[slot], int(samples.token_ids[row])):

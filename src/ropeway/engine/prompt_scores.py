@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ropeway.backends.batch import ForwardBatch, Int32Array, Int64Array, Logprobs, ScoreBatch
+from ropeway._native import RowStore, StepRows
+from ropeway.backends.batch import Int32Array, Logprobs, ScoreBatch
 from ropeway.core.plan import TokenLogprobs
 
 
@@ -35,6 +36,7 @@ class DueScores:
 @dataclass(slots=True)
 class _Open:
     sequence_id: int
+    num_prompt_tokens: int
     num_top: int
     next_position: int  # of the prompt token to be scored next
 
@@ -45,30 +47,27 @@ class PromptScores:
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
 
-    def add(self, slot: int, sequence_id: int, num_top: int) -> None:
-        self._open[slot] = _Open(sequence_id, num_top, next_position=1)
+    def add(self, slot: int, sequence_id: int, num_prompt_tokens: int, num_top: int) -> None:
+        self._open[slot] = _Open(sequence_id, num_prompt_tokens, num_top, next_position=1)
 
     def forget(self, slot: int) -> None:
         self._open.pop(slot, None)
 
-    def due(
-        self, batch: ForwardBatch, slots: Int64Array, tokens: Int32Array, num_prompt: Int32Array
-    ) -> DueScores | None:
-        """What `batch` can score: row s is of slot slots[s], whose tokens are tokens[slots[s]], num_prompt[s] of them
-        the prompt. None where it is nothing.
-        """
-        if not self._open:
+    def due(self, batch: StepRows, slots: list[int], store: RowStore) -> DueScores | None:
+        """What a step whose rows are in these slots can score; None where it is nothing."""
+        if self._open.keys().isdisjoint(slots):
             return None
+        tokens, query_indptr, positions = store.token_rows, batch.query_indptr, batch.positions
         out_rows, token_ids, counts, num_tops = [], [], [], []
         is_partial = batch.layer_slice is not None and not batch.layer_slice.is_last
-        for row, slot in enumerate(slots[: len(slots) - is_partial].tolist()):
+        for row, slot in enumerate(slots[: len(slots) - is_partial]):
             wanted = self._open.get(slot)
             if wanted is None:
                 continue
-            begin, end = int(batch.query_indptr[row]), int(batch.query_indptr[row + 1])
-            start = int(batch.positions[begin])
+            begin, end = int(query_indptr[row]), int(query_indptr[row + 1])
+            start = int(positions[begin])
             first = max(start, wanted.next_position - 1)
-            stop = min(start + end - begin, int(num_prompt[row]) - 1)
+            stop = min(start + end - begin, wanted.num_prompt_tokens - 1)
             if first < stop:
                 out_rows.append(np.arange(begin + first - start, begin + stop - start, dtype=np.int32))
                 token_ids.append(tokens[slot, first + 1 : stop + 1])

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import Int32Array, Int64Array
+from ropeway._native import RowStore, StepRows
+from ropeway.backends.batch import Int32Array
 from ropeway.core.params import Request
 
 NO_IDS = np.zeros(0, dtype=np.int32)
@@ -74,38 +75,23 @@ class TokenLists:
     def forget(self, slot: int) -> None:
         self._lists.pop(slot, None)
 
-    def has_any(self, slots: Int64Array) -> bool:
-        return bool(self._lists) and not self._lists.keys().isdisjoint(slots.tolist())
+    def has_any(self, slots: list[int]) -> bool:
+        return bool(self._lists) and not self._lists.keys().isdisjoint(slots)
 
-    def columns(
-        self, slots: Int64Array, tokens: Int32Array, num_prompt: Int32Array, num_tokens: Int32Array
-    ) -> TokenListColumns:
-        """Of the rows of these slots; tokens[slots[r], num_prompt[r]:num_tokens[r]] is the output of row r."""
+    def columns(self, rows: StepRows, slots: list[int], store: RowStore) -> TokenListColumns:
+        """Of the rows that sample, which are in these slots."""
+        tokens, num_prompt, num_tokens = store.token_rows, rows.num_prompt_tokens, rows.num_tokens
         biases: dict[int, Int32Array] = {}
         values: list[npt.NDArray[np.float32]] = []
         banned: dict[int, Int32Array] = {}
-        for row, slot in enumerate(slots.tolist()):
+        for row, slot in enumerate(slots):
             entry = self._lists.get(slot)
             if entry is not None:
                 biases[row] = entry.bias_ids
                 values.append(entry.bias_values)
                 banned[row] = entry.banned_ids(tokens[slot, num_prompt[row] : num_tokens[row]])
-        return _as_columns(len(slots), biases, values, banned)
-
-
-def no_token_lists(num_rows: int) -> TokenListColumns:
-    """The columns of rows that have none."""
-    return _as_columns(num_rows, {}, [], {})
-
-
-def _as_columns(
-    num_rows: int,
-    biases: dict[int, Int32Array],
-    values: list[npt.NDArray[np.float32]],
-    banned: dict[int, Int32Array],
-) -> TokenListColumns:
-    bias_values = np.concatenate(values) if values else _NO_VALUES
-    return TokenListColumns(*_csr(biases, num_rows), bias_values, *_csr(banned, num_rows))
+        bias_values = np.concatenate(values) if values else _NO_VALUES
+        return TokenListColumns(*_csr(biases, len(slots)), bias_values, *_csr(banned, len(slots)))
 
 
 def _csr(ids_by_row: dict[int, Int32Array], num_rows: int) -> tuple[Int32Array, Int32Array]:

@@ -1,0 +1,17 @@
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include "row_store.h"
+
+namespace ropeway {
+
+// The rows of a step as Python holds them.
+struct BoundRows {
+  StepRows rows;
+  nanobind::object layer_slice;  // as it was given; None where there is none
+};
+
+// Adds `RowStore` and `StepRows` to the module.
+void bind_rows(nanobind::module_& m);
+
+}  // namespace ropeway
