@@ -61,6 +61,7 @@ CHAT: Options = {
     "form": [
         *FORMS,
         {"tools": [TOOL]},
+        {"tools": [TOOL], "response_format": SCHEMA},
         {"tools": [TOOL], "tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
         {"tools": [TOOL], **NAMED},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -68,6 +69,34 @@ def test_auto_and_none_leave_the_answer_free(client: OpenAI) -> None:
     without = {key: value for key, value in asked.items() if key != "tools"}
     none = client.chat.completions.create(**asked, tool_choice="none").choices[0]
     assert none.message.content == client.chat.completions.create(**without).choices[0].message.content
+
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "sky"]}, "age": {"enum": [36]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
+        {"extra_body": {"structured_outputs": {"json": PERSON}}},
+    ],
+    ids=["response_format", "structured_outputs"],
+)
+def test_auto_calls_or_answers_in_the_format(client: OpenAI, http: httpx.Client, form: dict[str, Any]) -> None:
+    def asked(beginning: str) -> Any:
+        (token_id,) = http.post("/tokenize", json={"prompt": beginning, "add_special_tokens": False}).json()["tokens"]
+        return client.chat.completions.create(**ASKED, **form, logit_bias={str(token_id): 100}).choices[0]
+
+    answer, call = asked("{"), asked("<")
+    assert answer.finish_reason == "stop" and answer.message.tool_calls is None
+    assert json.loads(answer.message.content)["age"] == 36
+    assert call.finish_reason == "tool_calls" and call.message.content is None
+    assert json.loads(call.message.tool_calls[0].function.arguments)["days"] in (11, 22)
 
 
 def test_a_conversation_that_used_tools(client: OpenAI) -> None:

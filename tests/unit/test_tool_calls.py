@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ropeway import LLM, SamplingParams
 from ropeway.errors import InvalidRequestError
 from ropeway.server.tools import tool_use
+from ropeway.text.grammar import Grammars, choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
 from ropeway.text.reasoning import ReasoningSplitter, thinks
 from ropeway.text.tool_calls import (
     HERMES,
@@ -21,6 +22,7 @@ from ropeway.text.tool_calls import (
     PYTHONIC,
     ToolCallParser,
     ToolFormat,
+    call_beginnings,
     tool_format_of,
 )
 from ropeway.text.tool_prompts import Tool, described_conversation, tools_grammar
@@ -42,6 +44,7 @@ WEATHER = Tool(
 )
 STOP = Tool("stop_lift", "Stops", {"type": "object", "properties": {}, "additionalProperties": False})
 
+NAMES = ("f", "g", "late", "g.h", "get_weather", "stop_lift")
 # format, text, content, calls
 TEXTS: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (HERMES, "no call", "no call", []),
@@ -63,6 +66,8 @@ TEXTS: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
     (HERMES, "<tool_call>what?</tool_call>", "<tool_call>what?</tool_call>", []),
     (HERMES, '<tool_call>{"city": "Bern"}</tool_call>', '<tool_call>{"city": "Bern"}', []),
+    (HERMES, '<tool_call>{"name": "Ada", "arguments": {}}', '<tool_call>{"name": "Ada", "arguments": {}}', []),
+    (HERMES, '<tool_call>{"name": "Ada", "argum', '<tool_call>{"name": "Ada", "argum', []),
     (LLAMA3_JSON, '{"name": "f", "parameters": {"a": "é"}}', "", [("f", {"a": "é"})]),
     (
         LLAMA3_JSON,
@@ -72,6 +77,7 @@ TEXTS: list[tuple[ToolFormat, str, str, list[Call]]] = [
     ),
     (LLAMA3_JSON, "The answer is {1}.", "The answer is {1}.", []),
     (LLAMA3_JSON, '{"city": "Bern"}', '{"city": "Bern"}', []),
+    (LLAMA3_JSON, '{"name": "Ada", "age": 36}\n\n[1; 2]', '{"name": "Ada", "age": 36}\n\n[1; 2]', []),
     (
         MISTRAL,
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
@@ -87,13 +93,14 @@ TEXTS: list[tuple[ToolFormat, str, str, list[Call]]] = [
     ),
     (PYTHONIC, "[1, 2]", "[1, 2]", []),
     (PYTHONIC, "[f(x)]", "[f(x)]", []),
+    (PYTHONIC, "[f(), exit()]", "[f(), exit()]", []),
     (PYTHONIC, "[f(a=1", "[f(a=1", []),
     (PYTHONIC, "plain", "plain", []),
 ]
 
 
 def read(tool_format: ToolFormat, pieces: list[str], **options: Any) -> tuple[str, list[Call]]:
-    parser = ToolCallParser(tool_format, **options)
+    parser = ToolCallParser(tool_format, NAMES, **options)
     content, names, arguments = "", [], []
     for found in [*map(parser.push, pieces), parser.finish()]:
         content += found.content
@@ -122,7 +129,7 @@ def test_any_cutting_reads_the_same(case: tuple[ToolFormat, str, str, list[Call]
 
 
 def test_arguments_stream() -> None:
-    parser = ToolCallParser(HERMES)
+    parser = ToolCallParser(HERMES, NAMES)
     parser.push('<tool_call>\n{"name": "f", "arguments": {"text": "ab')
     (call,) = parser.push("cd").calls
     assert (call.index, call.name, call.arguments) == (0, None, "cd")
@@ -134,8 +141,39 @@ def test_one_call_where_they_are_not_parallel() -> None:
     assert read(PYTHONIC, ["[f(), g()]"], is_parallel=False) == ("", [("f", {})])
 
 
+# Answers in JSON, such as may come instead of calls: format, text, calls
+EITHER: list[tuple[ToolFormat, str, list[Call]]] = [
+    (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [("f", {"a": 1})]),
+    (HERMES, '{"say": "<tool_call>{\\"name\\": \\"f\\", \\"arguments\\": {}}"}', []),
+    (HERMES, '["<tool_call>{}", "<tool', []),
+    (HERMES, "<tool", []),
+    (LLAMA3_JSON, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", {}), ("g", {})]),
+    (LLAMA3_JSON, '{"name": "Ada", "age": 36}', []),
+    (LLAMA3_JSON, '{"name": "f", "age": 36}', []),
+    (LLAMA3_JSON, '{"name": "f", "parameters": "none"}', []),
+    (LLAMA3_JSON, '{"name": "f"}', []),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', [("f", {"a": 1})]),
+    (MISTRAL, '["[TOOL_CALLS]", {"name": "f", "arguments": {}}]', []),
+    (PYTHONIC, "[f(a=1), g()]", [("f", {"a": 1}), ("g", {})]),
+    (PYTHONIC, '[1, "f()"]', []),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "text", "calls"), EITHER)
+def test_an_answer_that_is_calls_or_content(tool_format: ToolFormat, text: str, calls: list[Call]) -> None:
+    expected = ("" if calls else text, calls)
+    assert read(tool_format, [text], is_either=True) == expected
+    assert read(tool_format, list(text), is_either=True) == expected
+
+
+def test_content_that_may_be_calls_is_held_no_longer_than_it_may() -> None:
+    parser = ToolCallParser(LLAMA3_JSON, NAMES, is_either=True)
+    assert parser.push('{"name": "').content == "" and parser.push("Ada").content == '{"name": "Ada'
+    assert parser.push('", ').content == '", '
+
+
 def test_a_call_cut_short_keeps_what_was_told() -> None:
-    parser = ToolCallParser(HERMES)
+    parser = ToolCallParser(HERMES, NAMES)
     found = parser.push('<tool_call>{"name": "f", "arguments": {"a": 1')
     assert found.calls[0].name == "f" and found.calls[0].arguments == '{"a": 1'
     last = parser.finish()
@@ -180,6 +218,60 @@ def test_a_call_that_must_be_made_is_one(llm: LLM, tool_format: ToolFormat) -> N
                 if name == "get_weather":
                     assert 1 <= arguments["days"] <= 9 and len(arguments["city"]) <= 8
             assert is_parallel or len(calls) == 1
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"type": "integer"}},
+    "required": ["name"],
+}
+ANSWERS: dict[str, tuple[str, list[str]]] = {
+    "schema": (
+        json_schema_grammar(PERSON),
+        [
+            '{"name": "Ada"}',
+            '{"name": "get_weather", "parameters": 3}',
+            '{"name": "get_weatherman"}',
+            '{"name": "get_weather", "age": 36}',
+            '{"name": "", "say": "<tool_call>"}',
+        ],
+    ),
+    "object": (json_schema_grammar({"type": "object"}), ["{}", '{"names": {"name": [1, "sky"]}}']),
+    "array": (json_schema_grammar({"type": "array"}), ["[]", '["TOOL_CALLS", [1, 2]]']),
+    "regex": (regex_grammar("[a-f]{4}"), ["abcd"]),
+    "choice": (choice_grammar(["yes", "no"]), ["no"]),
+    "grammar": (lark_grammar('start: "(" inner ")"\ninner: "x" | "[" inner "]"'), ["([[x]])"]),
+}
+
+
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC], ids=lambda each: each.name)
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_call_may_be_made_instead_of_an_answer_that_follows_a_grammar(
+    llm: LLM, tool_format: ToolFormat, answer: str
+) -> None:
+    """Whatever the beginnings of both have in common, each can be written to its end, and nothing else can."""
+    grammars, (grammar, texts) = Grammars(llm.tokenizer), ANSWERS[answer]
+    tools = [STOP, WEATHER]
+    either = tools_grammar(tool_format, tools, llm.tokenizer, is_parallel=True, answer=grammar)
+
+    def is_allowed(text: str) -> bool:
+        matcher = grammars.new_matcher(either).matcher
+        token_ids = llm.tokenizer.encode(text, add_bos=False)
+        return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
+
+    arguments = '{"city": "Bern", "days": 2}'
+    weather = f'{{"name": "get_weather", "parameters": {arguments}}}'
+    calls = {
+        HERMES: f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>',
+        LLAMA3_JSON: f'{{"name": "stop_lift", "parameters": {{}}}}; {weather}',
+        MISTRAL: f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {arguments}}}]',
+        PYTHONIC: '[stop_lift(), get_weather(city="Bern", days=2)]',
+    }
+    call = calls[tool_format]
+    assert call.startswith(call_beginnings(tool_format, NAMES))
+    for text in (call, *texts):
+        assert is_allowed(text), text
+    assert not is_allowed(call + texts[0]) and not is_allowed("Well")
 
 
 def test_python_cannot_call_every_name(llm: LLM) -> None:

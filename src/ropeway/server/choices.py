@@ -75,11 +75,14 @@ class ChoiceNews:
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """How the text of an answer is to be read. tool_format: calls are looked for; is_named: of one function by name.
+    """How the text of an answer is to be read. tool_format: calls of `tool_names` are looked for; is_either: a grammar
+    makes it calls or content, never both; is_named: one function was asked for by name.
     starts_thinking: None where the model does not think aloud, else whether the prompt has opened the reasoning.
     """
 
     tool_format: ToolFormat | None = None
+    tool_names: frozenset[str] = frozenset()
+    is_either: bool = False
     is_parallel: bool = True
     is_named: bool = False
     starts_thinking: bool | None = None
@@ -99,7 +102,9 @@ class AnswerReader:
         )
         self._parser = None
         if shape.tool_format is not None:
-            self._parser = ToolCallParser(shape.tool_format, is_parallel=shape.is_parallel)
+            self._parser = ToolCallParser(
+                shape.tool_format, shape.tool_names, is_parallel=shape.is_parallel, is_either=shape.is_either
+            )
         self._has_calls = False
 
     def read(self, news: ChoiceNews) -> None:

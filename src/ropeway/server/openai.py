@@ -141,7 +141,9 @@ async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller, id_prefix: s
     _check_num_choices(1, body)
     use = body.tool_use()
     encoded = await encode_chat(llm, body)
-    grammar = await _tools_grammar(llm, use) if use.must_call else await _grammar(llm, body)
+    grammar = await _grammar(llm, body)
+    if use.must_call or (use.tools and grammar is not None):
+        grammar = await _tools_grammar(llm, use, grammar)
     shape = _answer_shape(llm, use, encoded, has_grammar=grammar is not None)
     answer_id = f"{id_prefix}{secrets.token_hex(16)}"
     return _generation(llm, body, caller, model, answer_id, [encoded], body.num_tokens_asked, grammar, shape)
@@ -333,12 +335,17 @@ def _generation(
     )
 
 
-async def _tools_grammar(llm: AsyncLLM, use: ToolUse) -> str:
-    """The grammar of a call that must be made, compiled off the loop."""
+async def _tools_grammar(llm: AsyncLLM, use: ToolUse, answer: str | None) -> str:
+    """The grammar of a call that must be made, or may be instead of what the grammar `answer` allows, compiled off the
+    loop.
+    """
     builder = llm.builder
+    tools = use.required or use.tools
 
     def compiled() -> str:
-        grammar = tools_grammar(builder.tool_format, use.required, builder.tokenizer, is_parallel=use.is_parallel)
+        grammar = tools_grammar(
+            builder.tool_format, tools, builder.tokenizer, is_parallel=use.is_parallel, answer=answer
+        )
         try:
             builder.grammars.check(grammar)
         except InvalidRequestError as error:
@@ -353,8 +360,16 @@ def _answer_shape(llm: AsyncLLM, use: ToolUse, prompt: EncodedPrompt, *, has_gra
     starts_thinking = None
     if llm.builder.has_reasoning and not has_grammar:
         starts_thinking = (prompt.text or "").rstrip().endswith(OPENER)
-    tool_format = llm.builder.tool_format if use.tools else None
-    return AnswerShape(tool_format, use.is_parallel, use.is_named, starts_thinking)
+    if not use.tools:
+        return AnswerShape(starts_thinking=starts_thinking)
+    return AnswerShape(
+        llm.builder.tool_format,
+        frozenset(tool.name for tool in use.tools),
+        is_either=has_grammar and not use.must_call,
+        is_parallel=use.is_parallel,
+        is_named=use.is_named,
+        starts_thinking=starts_thinking,
+    )
 
 
 async def _grammar(llm: AsyncLLM, body: SamplingBody) -> str | None:

@@ -259,7 +259,11 @@ class ChatBody(SamplingBody):
         """The tools, and whether one must be called. Raises InvalidRequestError with the field's name."""
         use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if use.must_call and self.grammar() is not None:
-            raise InvalidRequestError("tool_choice and response_format exclude each other", param="tool_choice")
+            raise InvalidRequestError(
+                "tool_choice asks for a call, and another field for an answer in a format of its own; leave out one of "
+                "them, or let tool_choice be auto",
+                param="tool_choice",
+            )
         return use
 
     @property

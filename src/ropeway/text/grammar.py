@@ -100,6 +100,13 @@ def lark_grammar(grammar: str) -> str:
         raise InvalidRequestError(f"the grammar cannot be read: {error}") from None
 
 
+def with_subgrammar(lark: str, name: str, grammar: str) -> str:
+    """A grammar in Lark in which `@name` stands for another grammar of any kind."""
+    # Lark is kept as it was written, every other kind as a list of grammars, of which the first is the whole.
+    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**parts[0], "name": name}, *parts[1:]]})
+
+
 @contextmanager
 def _panics_refused() -> Iterator[None]:
     """A panic of the parser, for which some malformed schemas suffice, is the caller's mistake, not the end of all."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +45,15 @@ def tool_format_of(template: str | None) -> ToolFormat:
     if "<|python_tag|>" in source or '"parameters": dictionary' in source:
         return LLAMA3_JSON
     return HERMES
+
+
+def call_beginnings(tool_format: ToolFormat, tool_names: Collection[str]) -> tuple[str, ...]:
+    """How a text of calls alone begins, in the spelling that a grammar of calls holds it to."""
+    if tool_format.opener is not None:
+        return (tool_format.opener,)
+    if tool_format is PYTHONIC:
+        return tuple(f"[{name}(" for name in tool_names)
+    return tuple(f'{{"name": {json.dumps(name)}, "{tool_format.arguments_key}": {{' for name in tool_names)
 
 
 @dataclass(slots=True)
@@ -150,18 +159,32 @@ def _decoded(text: str) -> str | None:
 class ToolCallParser:
     """Splits the text of one answer into content and calls, however it is cut into pieces.
 
-    is_parallel: False shows the first call only. What looks like a call and is none is content.
+    tool_names: of the functions that can be called. is_parallel: False shows the first call only. is_either: by its
+    grammar the answer is calls or content, never both. What looks like a call and is none is content.
     """
 
-    def __init__(self, tool_format: ToolFormat, *, is_parallel: bool = True) -> None:
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        tool_names: Collection[str],
+        *,
+        is_parallel: bool = True,
+        is_either: bool = False,
+    ) -> None:
         self._format = tool_format
+        self._tool_names = tool_names
         self._is_parallel = is_parallel
         self._held = ""
         self._call: _JsonCall | None = None
         self._is_told = False  # the call being read has been announced
         self._found = ParsedText()
         self.num_calls = 0
-        self._state: Callable[[], bool] = self._at_start if tool_format.opener is None else self._in_text
+        self._beginnings = call_beginnings(tool_format, tool_names) if is_either else ()
+        self._state: Callable[[], bool] = self._in_text
+        if is_either:
+            self._state = self._at_choice
+        elif tool_format.opener is None:
+            self._state = self._at_start
 
     def push(self, text: str) -> ParsedText:
         """What the next piece of text adds."""
@@ -173,7 +196,7 @@ class ToolCallParser:
     def finish(self) -> ParsedText:
         """The rest, when no more text will come."""
         if self._call is not None:
-            if not self._is_told:  # cut off before it had a name: content
+            if not self._is_told:  # cut off before it had the name of a tool: content
                 self._found.content += (self._format.opener or "") + self._call.raw
         elif self._state == self._in_list:
             self._found.content += self._held
@@ -187,6 +210,16 @@ class ToolCallParser:
         return found
 
     # Each state takes some of what is held; False where it needs more text.
+
+    def _at_choice(self) -> bool:
+        """Where an answer is calls or content, its beginning tells."""
+        if self._held.startswith(self._beginnings):
+            self._state = self._at_start if self._format.opener is None else self._in_text
+        elif any(beginning.startswith(self._held) for beginning in self._beginnings):
+            return False
+        else:
+            self._state = self._in_content
+        return True
 
     def _in_text(self) -> bool:
         opener = self._format.opener
@@ -258,17 +291,19 @@ class ToolCallParser:
             if call.is_complete:
                 break
         self._held = self._held[num_read:]
-        if call.name is not None:
+        if call.name is not None and call.name in self._tool_names:
             if call.is_complete and not call.has_arguments:
                 arguments += "{}"
             self._tell_call(call.name, arguments)
         if not call.is_complete:
             return False
-        if call.name is None:
-            self._found.content += (self._format.opener or "") + call.raw
-        elif self._is_told:
-            self.num_calls += 1
         self._call, self._state = None, self._before_call
+        if self._is_told:
+            self.num_calls += 1
+        else:
+            self._found.content += (self._format.opener or "") + call.raw
+            if self._format.opener is None:
+                self._state = self._in_content
         return True
 
     def _tell_call(self, name: str, arguments: str) -> None:
@@ -287,7 +322,7 @@ class ToolCallParser:
             return False
         calls = tree.body.elts if isinstance(tree.body, ast.List) else []
         read = [_python_call(call) for call in calls]
-        if not read or None in read:
+        if not read or any(call is None or call[0] not in self._tool_names for call in read):
             self._state = self._in_content
             return True
         for index, call in enumerate(read if self._is_parallel else read[:1]):

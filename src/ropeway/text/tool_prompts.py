@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropeway.errors import InvalidRequestError
-from ropeway.text.grammar import embedded_json, lark_grammar
+from ropeway.text.grammar import embedded_json, lark_grammar, with_subgrammar
 from ropeway.text.tokenizer import Tokenizer
 from ropeway.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, ToolFormat
 
@@ -27,8 +27,18 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def tools_grammar(tool_format: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer, *, is_parallel: bool) -> str:
-    """A grammar of one call of one of `tools`, or of several. Raises InvalidRequestError for a schema not supported."""
+def tools_grammar(
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    is_parallel: bool,
+    answer: str | None = None,
+) -> str:
+    """A grammar of one call of one of `tools`, or of several; or of what the grammar `answer` allows, if there is one.
+
+    Raises InvalidRequestError for a schema not supported.
+    """
     rules = [_arguments_rule(tool_format, number, tool) for number, tool in enumerate(tools)]
     one = " | ".join(f"call_{number}" for number in range(len(tools)))
     opener, closer = (_spelled(text, tokenizer) for text in (tool_format.opener, tool_format.closer))
@@ -43,12 +53,17 @@ def tools_grammar(tool_format: ToolFormat, tools: Sequence[Tool], tokenizer: Tok
         several = f'{opener} "[" {several} "]"'
     elif tool_format is PYTHONIC:
         several = f'"[" {several} "]"'
-    return lark_grammar("\n".join([f"start: {several}", f"one: {start}", f"call: {one}", *rules]))
+    whole = several if answer is None else f"{several} | @answer"
+    calls = lark_grammar("\n".join([f"start: {whole}", f"one: {start}", f"call: {one}", *rules]))
+    return calls if answer is None else with_subgrammar(calls, "answer", answer)
 
 
 def _arguments_rule(tool_format: ToolFormat, number: int, tool: Tool) -> str:
     if tool_format is not PYTHONIC:
-        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{tool_format.arguments_key}": ')
+        # Cut into the lexemes of JSON: a lexer goes on with the longest one, so that a head in one piece would keep an
+        # answer in JSON from beginning like it.
+        lexemes = ("{", '"name"', ": ", json.dumps(tool.name), ", ", f'"{tool_format.arguments_key}"', ": ")
+        head = " ".join(map(json.dumps, lexemes))
         schema = {"type": "object", **tool.parameters}
         return f'call_{number}: {head} arguments_{number} "}}"\narguments_{number}: %json {_schema(tool, schema)}'
     properties = tool.parameters.get("properties", {})
