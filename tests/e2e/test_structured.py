@@ -53,6 +53,14 @@ def test_a_json_object(client: OpenAI) -> None:
         json.loads(text)
 
 
+def test_a_json_object_with_a_schema_follows_it(client: OpenAI) -> None:
+    form: Any = {"type": "json_object", "schema": {**Lift.model_json_schema(), "additionalProperties": False}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=1, seed=2, max_tokens=300, response_format=form
+    )
+    Lift.model_validate_json(answer.choices[0].message.content or "")
+
+
 @pytest.mark.parametrize(
     ("options", "fits"),
     [
@@ -80,6 +88,11 @@ def test_structured_outputs(client: OpenAI, options: dict[str, Any], fits: str) 
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "json_schema.schema is required"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"response_format": {"type": "xml"}}, "'xml'"),
+        ({"response_format": {"type": ["text"]}}, "type must be"),
+        ({"response_format": {"type": "text", "schema": {}}}, "unknown field 'schema'"),
+        ({"response_format": {"type": "json_object", "schmea": {}}}, "unknown field 'schmea'"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "string", "not": {}}}}, "'not'"),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, "it holds type and json_schema"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "look-ahead"),
         ({"structured_outputs": {"grammar": "start: missing"}}, "missing"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one of"),

@@ -25,16 +25,24 @@ def grammar_of(response_format: Mapping[str, Any] | None, structured_outputs: Ma
     return _named("structured_outputs", lambda: structured_output_grammar(structured_outputs))
 
 
+# The types of response_format, and what each may hold beside it. llama.cpp's server takes a schema with json_object.
+_FORMAT_FIELDS: dict[str, set[str]] = {"text": set(), "json_object": {"schema"}, "json_schema": {"json_schema"}}
+
+
 def _format_grammar(response_format: Mapping[str, Any]) -> str | None:
-    match response_format.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return json_object_grammar()
-        case "json_schema":
-            return _schema_grammar(response_format.get("json_schema"))
-        case other:
-            raise InvalidRequestError(f"type must be text, json_object or json_schema, not {str(other)[:40]!r}")
+    kind = response_format.get("type")
+    if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
+        raise InvalidRequestError(f"type must be text, json_object or json_schema, not {str(kind)[:40]!r}")
+    given = {name: value for name, value in response_format.items() if name != "type" and value is not None}
+    unknown = given.keys() - _FORMAT_FIELDS[kind]
+    if unknown:
+        known = " and ".join(["type", *_FORMAT_FIELDS[kind]])
+        raise InvalidRequestError(f"unknown field {min(unknown)[:40]!r}; where type is {kind} it holds {known}")
+    if kind == "json_schema":
+        return _schema_grammar(given.get("json_schema"))
+    if "schema" in given:
+        return json_schema_grammar(given["schema"])
+    return json_object_grammar() if kind == "json_object" else None
 
 
 def _schema_grammar(wrapped: object) -> str:
