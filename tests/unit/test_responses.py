@@ -33,6 +33,10 @@ def reachable(root: object) -> set[type]:
     return {type(each) for each in seen.values()}
 
 
+class Input(str):
+    """A text that can be told from others."""
+
+
 ENDINGS = {
     "is whole": "incomplete",
     "fails": "failed",
@@ -43,14 +47,16 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_ended_response_keeps_neither_its_prompt_tokens_nor_what_read_its_answer(
+def test_an_ended_response_keeps_neither_its_prompt_nor_what_read_its_answer(
     tiny_model_path: Path, ending: str
 ) -> None:
     request = Request("r", (5, 6), SamplingParams(temperature=0.5, top_p=0.25), 100, seed=9)
     tokenizer = Tokenizer.from_metadata(GgufFile.open(tiny_model_path).metadata)
     generation = Generation("resp_1", "tiny", 7, (request,), False, Wishes(), tokenizer)
     ends: list[dict[str, Any]] = []
-    live = LiveResponse(generation, ResponsesBody(input="a"), lambda: ends.append(copy.deepcopy(live.object())))
+    body = ResponsesBody(input=[{"type": "reasoning", "content": [{"text": Input("hm")}]}])
+    live = LiveResponse(generation, body, lambda: ends.append(copy.deepcopy(live.object())))
+    assert Input in reachable(body)
     live.chunks([Delta("r", 0, "text", (70,), None)])
     assert RequestChoices in reachable(live)
     if ending == "is whole":
@@ -65,7 +71,7 @@ def test_an_ended_response_keeps_neither_its_prompt_tokens_nor_what_read_its_ans
     elif ending == "ends as its reader leaves":
         live.last()
     live.close()
-    assert not {RequestChoices, Request, Generation, Tokenizer} & reachable(live)
+    assert not {RequestChoices, Request, Generation, Tokenizer, Input} & reachable(live)
     shown = live.object()
     assert (shown["id"], shown["model"], shown["created_at"]) == ("resp_1", "tiny", 7)
     assert (shown["temperature"], shown["top_p"], shown["status"]) == (0.5, 0.25, ENDINGS[ending])

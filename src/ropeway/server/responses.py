@@ -105,8 +105,8 @@ class OutputItems:
 class LiveResponse:
     """One response as it grows, and when it has ended: `object` at any time. Writes its events, if they are wanted.
 
-    It is stored for long, so it keeps what is shown of a generation, not its prompt's tokens. on_ended: called once its
-    status is final.
+    It is stored for long, so it keeps what is shown of a generation and of its body, not the prompt. on_ended: called
+    once its status is final.
     """
 
     ping = b": ping\n\n"
@@ -115,7 +115,7 @@ class LiveResponse:
         params = generation.requests[0].params
         self._id, self._created, self._model = generation.answer_id, generation.created, generation.model
         self._temperature, self._top_p = params.temperature, params.top_p
-        self._body = body
+        self._body = body.model_copy(update={"input": ""})
         self._on_ended = on_ended
         self._choices: RequestChoices | None
         (self._choices,) = generation.news_of().values()  # until it is closed
