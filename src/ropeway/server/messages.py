@@ -59,9 +59,9 @@ class ContentBlocks:
         return events
 
     def content(self) -> list[dict[str, Any]]:
-        """The blocks of the whole message: the input of a call as a value."""
+        """The blocks of the whole message: the input of a call as JSON."""
         return [
-            {**block, "input": _decoded(block["input"])} if block["type"] == "tool_use" else block
+            {**block, "input": _json_of(block["input"])} if block["type"] == "tool_use" else block
             for block in self.blocks
         ]
 
@@ -181,12 +181,20 @@ class MessageAnswer:
         return writer.whole()
 
 
-def _decoded(arguments: str) -> Any:
-    """The value of a call's arguments; where max_tokens cut them off, nothing."""
+def _json_of(arguments: str) -> orjson.Fragment:
+    """A call's arguments; where max_tokens cut them off, or they are no JSON, an empty object.
+
+    They stay the text that the model wrote, as in a stream: JSON has numbers and escapes that orjson does not write.
+    """
     try:
-        return json.loads(arguments) if arguments else {}
-    except ValueError:
-        return {}
+        json.loads(arguments, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return orjson.Fragment("{}")
+    return orjson.Fragment(arguments)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _event(event: Event) -> bytes:
