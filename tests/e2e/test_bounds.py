@@ -21,6 +21,7 @@ NUM_STREAMS = 100
 LONG = {"prompt": "go on", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 SHORT = {**LONG, "max_tokens": 4}
 WORDY = {**LONG, "n": 8, "logprobs": 5, "stream": True}  # some 2 MB
+BIG = {**SHORT, "prompt": ["go on, " * 10] * 200, "echo": True, "logprobs": 5, "max_tokens": 1}
 TIMEOUTS = ("--header-timeout", "3", "--body-timeout", "3", "--write-timeout", "3", "--max-unread-size", "96K")
 
 
@@ -159,11 +160,23 @@ def test_who_reads_on_after_too_much_was_left_unread_gets_an_error(tiny_model_pa
 
 def test_an_unread_whole_answer_does_not_keep_its_connection(server: RunningServer) -> None:
     before = slow_clients(server, "answer")
-    big = {**SHORT, "prompt": ["go on, " * 10] * 200, "echo": True, "logprobs": 5, "max_tokens": 1}
     with connect(server, window_bytes=2048) as slow:
-        slow.sendall(post("/v1/completions", big, "Connection: close"))
+        slow.sendall(post("/v1/completions", BIG, "Connection: close"))
         wait_until(lambda: slow_clients(server, "answer") == before + 1, 60)
     wait_until(lambda: server.metric("connections") == 1)
+
+
+def test_who_reads_slowly_but_steadily_gets_the_whole_answer(server: RunningServer) -> None:
+    before = slow_clients(server, "answer")
+    data, began_s = bytearray(), time.monotonic()
+    with connect(server, window_bytes=2048) as slow:
+        slow.sendall(post("/v1/completions", BIG, "Connection: close"))
+        while received := slow.recv(1 << 16):
+            data += received
+            time.sleep(0.004)
+    assert len(json.loads(data.partition(b"\r\n\r\n")[2])["choices"]) == 200
+    assert time.monotonic() - began_s > 4, "it took no longer than one may go without reading"
+    assert slow_clients(server, "answer") == before
 
 
 def test_connections_beyond_the_most_are_refused(tiny_model_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The way of an answer's chunks past ASGI: the same bytes on the wire, in order, while there is room, and no others."""
+"""The way of an answer's chunks past ASGI: the same bytes on the wire, in order, while there is room, and no others.
+
+And how long an answer may stay unread, on timers of the tests' own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ropeway.server.sse import BEGIN_CHUNKS, EventStreamResponse, Message, Recei
 from ropeway.server.traffic import Traffic
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\n\r\n"
-LIMITS = ConnectionLimits(header_timeout_s=60, body_timeout_s=60, write_timeout_s=60, max_connections=9)
+LIMITS = ConnectionLimits(header_timeout_s=60, body_timeout_s=60, write_timeout_s=50, max_connections=9)
 
 
 class PlainWriter:
@@ -46,13 +49,17 @@ class Socket:
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
-        self.is_closed = False
+        self.num_unsent_bytes = 0
+        self.is_closed = self.is_aborted = False
 
     def write(self, data: bytes) -> None:
         self.writes.append(data)
 
     def close(self) -> None:
         self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -61,7 +68,7 @@ class Socket:
         return None
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.num_unsent_bytes
 
     def pause_reading(self) -> None: ...
 
@@ -79,7 +86,15 @@ class Talk:
         self.has_way = has_way
         config = Config(self._app, interface="asgi3", log_config=None, ws="none", lifespan="off")
         config.load()
-        self.connection = BoundedConnection(config, ServerState(), {}, limits=LIMITS, traffic=Traffic())
+        self.loop = Loop()
+        self.connection = BoundedConnection(
+            config,
+            ServerState(),
+            {},
+            self.loop,  # type: ignore[arg-type]
+            limits=LIMITS,
+            traffic=Traffic(),
+        )
         self.connection.connection_made(self.socket)  # type: ignore[arg-type]
         self.connection.data_received(request)
 
@@ -103,6 +118,30 @@ class Talk:
     @property
     def num_bodies_sent(self) -> int:
         return sum(message["type"] == "http.response.body" for message in self.sent)
+
+
+class Loop:
+    """The running loop, but for timers of what is sent: these ring when they are told to."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        timer = self._loop.call_later(delay_s, callback, *args)
+        if delay_s == LIMITS.write_timeout_s:
+            self._timers.append(timer)
+        return timer
+
+    def ring(self) -> None:
+        """The time of the one timer that runs is over."""
+        (timer,) = [each for each in self._timers if not each.cancelled()]
+        self._timers.clear()
+        timer._run()
+        timer.cancel()
 
 
 async def turns() -> None:
@@ -187,5 +226,57 @@ def test_another_framing_goes_through_uvicorn() -> None:
         await turns()
         talk.tell("one;")
         assert len(talk.socket.writes) == 1 and talk.num_bodies_sent == 2  # a head has no body
+
+    on_loop(scenario)
+
+
+def test_who_reads_something_of_a_large_answer_in_time_gets_all_of_it() -> None:
+    async def scenario() -> None:
+        talk = Talk()
+        await turns()
+        talk.socket.num_unsent_bytes = 1_000_000
+        talk.connection.pause_writing()
+        for talk.socket.num_unsent_bytes in (999_999, 500_000, 70_000):
+            talk.loop.ring()
+            assert not talk.socket.is_aborted
+        talk.loop.ring()
+        assert talk.socket.is_aborted, "nothing was read since"
+
+    on_loop(scenario)
+
+
+def test_what_an_answer_leaves_unread_is_waited_for_as_long() -> None:
+    async def scenario() -> None:
+        talk = Talk()
+        await turns()
+        talk.socket.num_unsent_bytes = 2000
+        talk.tell("one;", "length")
+        await turns()
+        talk.socket.num_unsent_bytes = 1000
+        talk.loop.ring()
+        assert not talk.socket.is_aborted
+        talk.loop.ring()
+        assert talk.socket.is_aborted
+
+    on_loop(scenario)
+
+
+def test_the_time_of_one_answer_does_not_cut_off_the_next() -> None:
+    async def scenario() -> None:
+        talk = Talk()
+        await turns()
+        talk.socket.num_unsent_bytes = 1000
+        talk.tell("one;", "length")
+        await turns()
+        talk.stream = OutputStream(["r"], lambda request_id, cause: None)
+        talk.connection.data_received(REQUEST)
+        await turns()
+        talk.socket.num_unsent_bytes = 3000  # of the answer that has begun
+        talk.loop.ring()
+        assert not talk.socket.is_aborted
+        talk.connection.pause_writing()  # nothing more fits: from here on the client has the whole time
+        talk.socket.num_unsent_bytes = 2000
+        talk.loop.ring()
+        assert not talk.socket.is_aborted
 
     on_loop(scenario)

@@ -65,6 +65,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._receiving: Phase | None = None
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
+        self._num_unsent_bytes = 0  # when the timer of what is sent began
         self._num_header_bytes = 0
         self._is_reading = False
         self._chunks: _ChunkWriter | None = None
@@ -123,7 +124,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._send_timer is None and self.transport.get_write_buffer_size():
+        if self.transport.get_write_buffer_size():
             self._start_send_timer()  # nobody waits for what is left; closing would wait for ever
         super().on_response_complete()
 
@@ -131,8 +132,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().pause_writing()
         if self._chunks is not None:
             self._chunks.has_room = False
-        if self._send_timer is None:
-            self._start_send_timer()
+        self._start_send_timer()
 
     def resume_writing(self) -> None:
         self._stop_send_timer()
@@ -188,6 +188,8 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _start_send_timer(self) -> None:
+        self._stop_send_timer()
+        self._num_unsent_bytes = self.transport.get_write_buffer_size()
         self._send_timer = self.loop.call_later(self._limits.write_timeout_s, self._on_send_timeout)
 
     def _stop_send_timer(self) -> None:
@@ -197,7 +199,11 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _on_send_timeout(self) -> None:
         self._send_timer = None
-        if not self.transport.get_write_buffer_size():
+        num_unsent_bytes = self.transport.get_write_buffer_size()
+        if not num_unsent_bytes or (self._is_answering and not self.flow.write_paused):
+            return  # another answer has begun since: it gets a timer of its own when it is too much, or over
+        if num_unsent_bytes < self._num_unsent_bytes:  # nothing was added meanwhile, so the client has read
+            self._start_send_timer()
             return
         self._traffic.slow["answer"] += 1
         error = SlowClientError(
