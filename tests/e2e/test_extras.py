@@ -159,6 +159,16 @@ def test_token_fields(http: httpx.Client) -> None:
     assert len(fits["prompt_token_ids"]) == 512 - 3
 
 
+@pytest.mark.parametrize(("num_tokens", "num_kept"), [(100, 100), (508, 508), (-1, 512 - 16)])
+def test_a_prompt_that_is_cut_leaves_room_for_the_default_length(
+    client: OpenAI, num_tokens: int, num_kept: int
+) -> None:
+    extras = {"truncate_prompt_tokens": num_tokens, "ignore_eos": True}
+    answer = client.completions.create(model="tiny", prompt=[5] * 600, temperature=0, extra_body=extras)
+    assert answer.usage is not None and answer.usage.prompt_tokens == num_kept
+    assert answer.usage.completion_tokens == min(16, 512 - num_kept)
+
+
 def test_wrong_extras_name_the_field(client: OpenAI) -> None:
     for extras in ({"truncate_prompt_tokens": 0}, {"prompt_logprobs": 21}, {"bad_words": [1]}):
         with pytest.raises(openai.BadRequestError) as caught:

@@ -120,6 +120,8 @@ async def start_completion(llm: AsyncLLM, body: CompletionBody, caller: Caller) 
     max_tokens = body.max_tokens
     if max_tokens is None:
         longest = max(len(prompt.token_ids) for prompt in encoded)
+        if body.truncate_prompt_tokens is not None:
+            longest = min(longest, max(1, body.truncate_prompt_tokens))  # -1: as much as leaves room
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, llm.facts.max_model_len - longest))
     answer_id = f"cmpl-{secrets.token_hex(16)}"
     return _generation(llm, body, caller, model, answer_id, encoded, max_tokens, grammar)
