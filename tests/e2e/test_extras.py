@@ -159,6 +159,22 @@ def test_token_fields(http: httpx.Client) -> None:
     assert len(fits["prompt_token_ids"]) == 512 - 3
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_chat_has_the_prompts_token_fields_beside_the_choices(http: httpx.Client, is_streamed: bool) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "n": 2, "return_token_ids": True, "prompt_logprobs": 1}
+    answer = http.post("/v1/chat/completions", json={**body, "ignore_eos": True, "stream": is_streamed})
+    if is_streamed:
+        found = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    else:
+        found = [answer.json()]
+    (told,) = [each for each in found if "prompt_token_ids" in each or "prompt_logprobs" in each]
+    prompt_ids, scores = told["prompt_token_ids"], told["prompt_logprobs"]
+    assert scores[0] is None and [next(iter(each)) for each in scores[1:]] == [str(each) for each in prompt_ids[1:]]
+    choices = [choice for each in found for choice in each["choices"]]
+    assert sum(len(choice.get("token_ids", ())) for choice in choices) == 2 * 3
+    assert all("prompt_token_ids" not in choice and "prompt_logprobs" not in choice for choice in choices)
+
+
 @pytest.mark.parametrize(("num_tokens", "num_kept"), [(100, 100), (508, 508), (-1, 512 - 16)])
 def test_a_prompt_that_is_cut_leaves_room_for_the_default_length(
     client: OpenAI, num_tokens: int, num_kept: int

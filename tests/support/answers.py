@@ -11,6 +11,7 @@ from typing import Any
 
 Said = dict[str, Any]
 
+PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
 _UNSAID = {"id", "call_id", "created", "created_at", "object", "model", "sequence_number"}
 
 
@@ -21,7 +22,8 @@ def whole_answer(path: str, body: bytes) -> Said:
         return {"error": found["error"]}
     if path in ("/v1/messages", "/v1/responses"):
         return _plain(found)
-    return {"choices": {choice["index"]: _choice(choice) for choice in found["choices"]}, "usage": found["usage"]}
+    choices = {choice["index"]: _choice(choice) for choice in found["choices"]}
+    return {"choices": choices, "usage": found["usage"], **_of_prompt(found)}
 
 
 def streamed_answer(path: str, body: bytes) -> Said:
@@ -36,7 +38,7 @@ def streamed_answer(path: str, body: bytes) -> Said:
     datas = [block.removeprefix("data: ") for block in text.split("\n\n") if block.startswith("data: ")]
     assert datas[-1] == "[DONE]"
     choices: dict[int, Said] = {}
-    usage = None
+    usage, beside = None, {}
     for chunk in map(json.loads, datas[:-1]):
         assert "error" not in chunk, chunk
         for choice in chunk["choices"]:
@@ -44,7 +46,14 @@ def streamed_answer(path: str, body: bytes) -> Said:
             assert not total.get("finish_reason"), "a choice goes on after its end"
             add_up(total, choice)
         usage = chunk.get("usage") or usage
-    return {"choices": {index: _choice(choice) for index, choice in choices.items()}, "usage": usage}
+        assert not beside.keys() & _of_prompt(chunk).keys(), "the prompt's fields come once"
+        beside |= _of_prompt(chunk)
+    return {"choices": {index: _choice(choice) for index, choice in choices.items()}, "usage": usage, **beside}
+
+
+def _of_prompt(answer: Said) -> Said:
+    """What chat says of the prompt beside the choices."""
+    return {name: answer[name] for name in PROMPT_FIELDS if name in answer}
 
 
 def add_up(total: Said, news: Said) -> None:

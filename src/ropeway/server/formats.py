@@ -1,4 +1,6 @@
-"""The JSON of a choice, in completions and in chat, whole and in chunks. Knows no streams, sockets or engine."""
+"""The JSON of a choice, in completions and in chat, whole and in chunks, and vLLM's fields of the prompt, which are the
+choice's in completions and stand beside the choices in chat. Knows no streams, sockets or engine.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ class CompletionFormat:
         choice: dict[str, object] = {"index": news.number, "text": news.text}
         choice["logprobs"] = completion_logprobs(self._tokenizer, news.scored) if wishes.logprobs else None
         choice["finish_reason"] = news.finish_reason
-        return {**choice, **_token_fields(self._tokenizer, news, wishes)}
+        return {**choice, **_token_fields(news, wishes), **_prompt_fields(self._tokenizer, news, wishes)}
 
     def chunk_choice(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
         """A choice of a chunk."""
         return self.choice(news, wishes)
+
+    def beside(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+        """What a choice brings to the answer itself, or to its chunk."""
+        return {}
 
     @staticmethod
     def first_choice(number: int) -> dict[str, object] | None:
@@ -73,7 +79,11 @@ class ChatFormat:
     def _with_rest(self, choice: dict[str, object], news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
         choice["logprobs"] = chat_logprobs(self._tokenizer, news.scored) if wishes.logprobs else None
         choice["finish_reason"] = news.finish_reason
-        return {**choice, **_token_fields(self._tokenizer, news, wishes)}
+        return {**choice, **_token_fields(news, wishes)}
+
+    def beside(self, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+        """What a choice brings to the answer itself, or to its chunk: the first one, the prompt's fields."""
+        return {} if news.number else _prompt_fields(self._tokenizer, news, wishes)
 
     @staticmethod
     def first_choice(number: int) -> dict[str, object] | None:
@@ -96,13 +106,16 @@ def _call(call: CallDelta) -> dict[str, object]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _token_fields(tokenizer: Tokenizer, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
-    """vLLM's fields of a choice: the prompt's come once, the tokens always where they are wanted."""
+def _token_fields(news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+    """vLLM's field of a choice."""
+    return {"token_ids": news.token_ids} if wishes.token_ids else {}
+
+
+def _prompt_fields(tokenizer: Tokenizer, news: ChoiceNews, wishes: Wishes) -> dict[str, object]:
+    """vLLM's fields of the prompt, which come once."""
     fields: dict[str, object] = {}
-    if wishes.token_ids:
-        fields["token_ids"] = news.token_ids
-        if news.prompt_token_ids is not None:
-            fields["prompt_token_ids"] = news.prompt_token_ids
+    if wishes.token_ids and news.prompt_token_ids is not None:
+        fields["prompt_token_ids"] = news.prompt_token_ids
     if wishes.prompt_logprobs and news.prompt_logprobs is not None:
         fields["prompt_logprobs"] = prompt_logprobs(tokenizer, news.prompt_logprobs)
     return fields

@@ -178,7 +178,8 @@ async def whole_answer(generation: Generation, stream: OutputStream, form: Forma
     if any(choice.finish_reason == "error" for choice in choices):
         raise computation_error()
     written = [form.choice(choice, generation.wishes) for choice in choices]
-    return orjson.dumps({**_head(generation, form.object_name), "choices": written, "usage": usage.fields()})
+    beside = form.beside(choices[0], generation.wishes)
+    return orjson.dumps({**_head(generation, form.object_name), "choices": written, "usage": usage.fields(), **beside})
 
 
 def event_writer(generation: Generation, form: Format) -> ChunkWriter:
@@ -266,11 +267,13 @@ class _NewsWriter(ChunkWriter):
         if delta.finish_reason == "error":
             raise computation_error()
         news = self._news_of[delta.request_id].push(delta)
-        return b"".join(
-            b"data: " + self._head + orjson.dumps(self._form.chunk_choice(each, self._generation.wishes)) + self._tail()
-            for each in news
-            if each.is_worth_telling()
-        )
+        return b"".join([self._written(each) for each in news if each.is_worth_telling()])
+
+    def _written(self, news: ChoiceNews) -> bytes:
+        wishes = self._generation.wishes
+        choice, beside = self._form.chunk_choice(news, wishes), self._form.beside(news, wishes)
+        more = orjson.dumps(beside)[1:-1] + b"," if beside else b""
+        return b"data: {" + more + self._head[1:] + orjson.dumps(choice) + self._tail()
 
 
 def _event(data: bytes) -> bytes:
