@@ -48,6 +48,9 @@ BODIES: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {**M, "response_format": {"type": "xml"}}, 400, "response_format"),
     (CHAT, {**M, "prompt": "x"}, 400, "prompt"),
     (CHAT, {**M, "max_tokens": 600}, 400, "max_tokens"),
+    (CHAT, {**M, "max_completion_tokens": 600}, 400, "max_completion_tokens"),
+    (CHAT, {**M, "max_completion_tokens": -1}, 400, "max_completion_tokens"),
+    (CHAT, {**M, "max_completion_tokens": 5, "max_tokens": 6}, 400, "max_tokens"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -109,6 +110,18 @@ def test_tools_are_called_and_their_results_taken(client: OpenAI) -> None:
     assert second.output_text == chat_text(client, messages)
 
 
+def test_a_conversation_goes_on_from_a_call_that_was_cut_off(client: OpenAI) -> None:
+    asked = {**ASKED, "max_output_tokens": 46, "temperature": 1, "tools": [SKY], "tool_choice": "required"}
+    first = client.responses.create(**asked)
+    assert first.status == "incomplete"
+    assert [(item.type, item.status) for item in first.output] == [("function_call", "incomplete")]  # type: ignore[union-attr]
+    second = client.responses.create(**{**ASKED, "input": "And?"}, previous_response_id=first.id)
+    question, again = {"role": "user", "content": "Hi?"}, {"role": "user", "content": "And?"}
+    assert second.output_text == chat_text(client, [question, {"role": "assistant", "content": ""}, again])
+    items: list[Any] = [question, *[item.model_dump(exclude_none=True) for item in first.output], again]
+    assert client.responses.create(**{**ASKED, "input": items}).output_text == second.output_text
+
+
 def test_a_schema_is_followed(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     text: Any = {"format": {"type": "json_schema", "name": "number", "schema": schema, "strict": True}}
@@ -140,13 +153,22 @@ def test_a_reader_who_leaves_cancels_it(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("fields", "named"),
     [
         ({"input": []}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "sky"}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "sky", "arguments": "{"}]}, "input.0.arguments"),
         ({"input": [{"content": "x"}]}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"max_output_tokens": 600}, "max_output_tokens"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}, "what": 1}}}, "text.format.what"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "string", "not": {}}}}}, "text.format"),
+        ({"tools": [SKY], "tool_choice": {"type": "function", "function": {"name": "sky"}}}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"verbosity": "high"}}, "text"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
@@ -155,9 +177,11 @@ def test_a_reader_who_leaves_cancels_it(client: OpenAI) -> None:
         ({"nonsense": 1}, "nonsense"),
     ],
 )
-def test_wrong_bodies_name_the_field(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+def test_wrong_bodies_name_the_field(http: httpx.Client, fields: dict[str, Any], named: str) -> None:
     answer = http.post("/v1/responses", json={**ASKED, **fields})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == named.split(".")[0], error
+    assert named in error["message"] and not re.search("messages|max_tokens|response_format", error["message"]), error
 
 
 def test_what_is_not_stored_is_not_found(client: OpenAI) -> None:

@@ -1,4 +1,7 @@
-"""What a response keeps once it has ended: it may be stored for an hour, so none of what only its making needs."""
+"""What a response keeps once it has ended: it may be stored for an hour, so none of what only its making needs.
+
+And what of it a conversation that goes on from it holds.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from ropeway.core.params import Request, SamplingParams
 from ropeway.errors import EngineStoppedError
 from ropeway.model.gguf import GgufFile
 from ropeway.outputs import Delta
-from ropeway.server.choices import RequestChoices, Wishes
+from ropeway.server.choices import ChoiceNews, RequestChoices, Wishes
 from ropeway.server.openai import Generation
-from ropeway.server.responses import LiveResponse
+from ropeway.server.responses import LiveResponse, OutputItems
 from ropeway.server.responses_body import ResponsesBody
 from ropeway.text.tokenizer import Tokenizer
+from ropeway.text.tool_calls import CallDelta
 
 
 def reachable(root: object) -> set[type]:
@@ -79,3 +83,22 @@ def test_an_ended_response_keeps_neither_its_prompt_nor_what_read_its_answer(
     assert item["content"][0]["text"] == "text" and item["status"] == "incomplete"
     assert ends == [shown], "told once, when nothing changes any more"
     assert shown["usage"]["input_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "is_made"),
+    [
+        ('{"days": 11}', "tool_calls", True),
+        ("", "tool_calls", True),
+        ('{"days": 1', "length", False),
+        ("", "length", False),
+        ('{"days": 1', "tool_calls", False),  # a stop string
+        ("[11]", "tool_calls", False),
+    ],
+)
+def test_a_conversation_goes_on_from_calls_that_were_made(arguments: str, reason: str, is_made: bool) -> None:
+    for text in ("So:", ""):
+        items = OutputItems()
+        items.push(ChoiceNews(0, text=text, calls=[CallDelta(0, "sky", arguments)], finish_reason=reason))
+        (message,) = items.messages()
+        assert message.content == text and bool(message.model_extra) == is_made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ropeway.core.params import SamplingParams, ServiceTerms
-from ropeway.errors import InvalidRequestError, UnsupportedFieldError
+from ropeway.errors import InvalidRequestError, RequestTooLargeError, UnsupportedFieldError
 from ropeway.server.protocol import (
     INERT_FIELDS,
     REFUSED_CHAT_FIELDS,
@@ -169,6 +169,15 @@ def test_max_completion_tokens() -> None:
     assert chat(max_completion_tokens=6, max_tokens=6).num_tokens_asked == 6
     with pytest.raises(InvalidRequestError, match="give one"):
         assert chat(max_completion_tokens=6, max_tokens=5).num_tokens_asked
+
+
+def test_an_error_names_the_field_that_was_sent() -> None:
+    error = RequestTooLargeError("max_tokens is 6, not min_tokens", param="max_tokens")
+    told = chat(max_completion_tokens=6).as_given(error)
+    assert type(told) is RequestTooLargeError and told.param == "max_completion_tokens"
+    assert str(told) == "max_completion_tokens is 6, not min_tokens"
+    for body in (chat(max_tokens=6), chat(max_tokens=6, max_completion_tokens=6), chat()):
+        assert body.as_given(error) is error
 
 
 def test_messages_become_plain() -> None:

@@ -13,7 +13,7 @@ from ropeway.server.validation import from_validation
 
 # Fields of a message that clients send back from an answer. They may only be empty.
 _EMPTY_MESSAGE_FIELDS = ("function_call", "refusal", "annotations", "audio")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class ContentPart(BaseModel):
@@ -38,10 +38,10 @@ def conversation_of(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
 
 def _plain_message(index: int, message: ChatMessage) -> dict[str, object]:
     where = f"messages.{index}"
-    role = _ROLES.get(message.role)
+    role = ROLES.get(message.role)
     if role is None:
         raise UnsupportedFieldError(
-            f"{where}.role {message.role[:40]!r} is not supported; supported: {', '.join(_ROLES)}", param="messages"
+            f"{where}.role {message.role[:40]!r} is not supported; supported: {', '.join(ROLES)}", param="messages"
         )
     extra = dict(message.model_extra or {})
     calls = message_calls(where, extra.pop("tool_calls", None) or [])

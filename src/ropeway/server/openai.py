@@ -138,6 +138,13 @@ async def encode_chat(llm: AsyncLLM, body: ChatBody) -> EncodedPrompt:
 
 async def start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller, id_prefix: str = "chatcmpl-") -> Generation:
     """Requests for a chat body. Raises InvalidRequestError, UnknownModelError, OverloadedError."""
+    try:
+        return await _start_chat(llm, body, caller, id_prefix)
+    except InvalidRequestError as error:
+        raise body.as_given(error) from None
+
+
+async def _start_chat(llm: AsyncLLM, body: ChatBody, caller: Caller, id_prefix: str) -> Generation:
     model = _served_model(llm, body)
     llm.engine.check_queue()
     _check_num_choices(1, body)

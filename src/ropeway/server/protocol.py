@@ -6,6 +6,7 @@ field is unknown and refused too, as a misspelt one would be.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -289,6 +290,19 @@ class ChatBody(SamplingBody):
     def conversation(self) -> list[dict[str, object]]:
         """The messages for the chat template: role, content as one text, name. Raises InvalidRequestError."""
         return conversation_of(self.messages)
+
+    @property
+    def names_given(self) -> Mapping[str, str]:
+        """Of the fields that came under another name: what the caller calls them."""
+        is_new = self.max_tokens is None and self.max_completion_tokens is not None
+        return {"max_tokens": "max_completion_tokens"} if is_new else {}
+
+    def as_given(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The same error, told of the field that the caller sent."""
+        name = self.names_given.get(error.param or "")
+        if name is None:
+            return error
+        return type(error)(re.sub(rf"\b{error.param}\b", name, str(error)), param=name.split(".")[0])
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -18,7 +18,7 @@ from ropeway.server.choices import ChoiceNews, RequestChoices
 from ropeway.server.conversation import ChatMessage
 from ropeway.server.errors import error_body
 from ropeway.server.openai import Generation, Usage, computation_error
-from ropeway.server.responses_body import ResponsesBody, call_message
+from ropeway.server.responses_body import ResponsesBody, arguments_fault, call_message
 
 Event = dict[str, Any]
 Fields = dict[str, Any]
@@ -49,9 +49,9 @@ class OutputItems:
         return events
 
     def messages(self) -> list[ChatMessage]:
-        """The items as the assistant's message in a conversation that goes on."""
+        """The items as the assistant's message in a conversation that goes on, but for calls that were not finished."""
         text = "".join(part["text"] for item in self.items if item["type"] == "message" for part in item["content"])
-        calls = [item for item in self.items if item["type"] == "function_call"]
+        calls = [item for item in self.items if item["type"] == "function_call" and _is_made(item)]
         fields = {"role": "assistant", "content": text, **(call_message(calls) if calls else {})}
         return [ChatMessage.model_validate(fields)]
 
@@ -100,6 +100,10 @@ class OutputItems:
     def _event(self, kind: str, **fields: Any) -> Event:
         at = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
         return {"type": f"response.{kind}", **at, **fields}
+
+
+def _is_made(call: Fields) -> bool:
+    return call["status"] == "completed" and arguments_fault(call["arguments"]) is None
 
 
 class LiveResponse:

@@ -5,13 +5,14 @@ A body becomes the `ChatBody` that asks for the same, so both are served by one 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ropeway.errors import InvalidRequestError, UnsupportedFieldError
-from ropeway.server.conversation import ChatMessage
+from ropeway.server.conversation import ROLES, ChatMessage
 from ropeway.server.protocol import INERT_FIELDS, ChatBody
 
 REFUSED_RESPONSES_FIELDS: dict[str, tuple[object, ...]] = {
@@ -71,7 +72,7 @@ class ResponsesBody(BaseModel):
         if self.background and (self.stream or not self.is_stored):
             raise InvalidRequestError("background needs store, and excludes stream", param="background")
         system = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
-        return ChatBody.model_validate(
+        return _ResponseAsChat.model_validate(
             {
                 "model": self.model,
                 "messages": [*system, *conversation],
@@ -85,6 +86,14 @@ class ResponsesBody(BaseModel):
                 "user": self.user,
             }
         )
+
+
+class _ResponseAsChat(ChatBody):
+    """A body of /v1/responses as the chat that asks for the same; its errors are told of the fields of the former."""
+
+    @property
+    def names_given(self) -> Mapping[str, str]:
+        return {"max_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 def call_message(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,6 +110,15 @@ def call_message(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def arguments_fault(arguments: str) -> str | None:
+    """What keeps a call's arguments from being a part of a conversation; None where nothing does."""
+    try:
+        decoded = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}"
+    return None if isinstance(decoded, dict) else "must be a JSON object"
+
+
 def _add_item(where: str, item: Mapping[str, Any], messages: list[ChatMessage]) -> None:
     match item.get("type", "message"):
         case "message":
@@ -108,20 +126,13 @@ def _add_item(where: str, item: Mapping[str, Any], messages: list[ChatMessage]) 
             role = item.get("role")
             if not isinstance(role, str):
                 raise InvalidRequestError(f"{where}.role is required", param="input")
+            if role not in ROLES:
+                raise UnsupportedFieldError(
+                    f"{where}.role {role[:40]!r} is not supported; supported: {', '.join(ROLES)}", param="input"
+                )
             messages.append(ChatMessage(role=role, content=_text(f"{where}.content", item.get("content"))))
         case "function_call":
-            _check_fields(where, item, {"call_id", "name", "arguments"})
-            if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
-                raise InvalidRequestError(f"{where} needs call_id, name and arguments", param="input")
-            calls = call_message([item])["tool_calls"]
-            last = messages[-1] if messages else None
-            if last is not None and last.role == "assistant" and last.model_extra:
-                calls = [*last.model_extra["tool_calls"], *calls]
-                messages.pop()
-                content = last.content
-            else:
-                content = ""
-            messages.append(ChatMessage.model_validate({"role": "assistant", "content": content, "tool_calls": calls}))
+            _add_call(where, item, messages)
         case "function_call_output":
             _check_fields(where, item, {"call_id", "output"})
             fields = {"role": "tool", "content": _text(f"{where}.output", item.get("output"))}
@@ -134,6 +145,26 @@ def _add_item(where: str, item: Mapping[str, Any], messages: list[ChatMessage]) 
                 "and reasoning",
                 param="input",
             )
+
+
+def _add_call(where: str, item: Mapping[str, Any], messages: list[ChatMessage]) -> None:
+    _check_fields(where, item, {"call_id", "name", "arguments"})
+    if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
+        raise InvalidRequestError(f"{where} needs call_id, name and arguments", param="input")
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
+    if item.get("status") == "incomplete":  # cut off: it was not made, but it was the assistant's turn
+        if last is None:
+            messages.append(ChatMessage(role="assistant", content=""))
+        return
+    fault = arguments_fault(item["arguments"])
+    if fault is not None:
+        raise InvalidRequestError(f"{where}.arguments {fault}", param="input")
+    calls = call_message([item])["tool_calls"]
+    if last is not None and last.model_extra:
+        calls = [*last.model_extra["tool_calls"], *calls]
+        messages.pop()
+    content = last.content if last is not None and last.model_extra else ""
+    messages.append(ChatMessage.model_validate({"role": "assistant", "content": content, "tool_calls": calls}))
 
 
 def _text(where: str, content: Any) -> str:
@@ -167,7 +198,13 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     given = text.get("format")
     if not isinstance(given, dict) or given.get("type") != "json_schema":
         return given if given is None or isinstance(given, dict) else {"type": given}
-    return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
+    wrapped = {key: value for key, value in given.items() if key != "type"}
+    unknown = wrapped.keys() - {"name", "description", "strict", "schema"}
+    if unknown:
+        raise InvalidRequestError(f"unknown field 'text.format.{min(unknown)[:40]}'", param="text")
+    if "schema" not in wrapped:
+        raise InvalidRequestError("text.format.schema is required", param="text")
+    return {"type": "json_schema", "json_schema": wrapped}
 
 
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,6 +218,10 @@ def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, Mapping):
-        return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-    return choice
+    if choice is None or (isinstance(choice, str) and choice in ("none", "auto", "required")):
+        return choice
+    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    raise InvalidRequestError(
+        'tool_choice must be none, auto, required, or {"type": "function", "name": NAME}', param="tool_choice"
+    )
