@@ -9,7 +9,8 @@ from statistics import median
 import pytest
 
 from ropeway.core.kv_manager import KVManager
-from ropeway.core.pacing import StepLoad
+from ropeway.core.pacing import Ahead, StepLoad
+from ropeway.core.params import ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.step_time import StepCosts, StepWork, num_pairs
@@ -293,10 +294,41 @@ def test_a_line_that_was_slow_is_forgotten_once_nobody_waits() -> None:
         subject.begin_step(StepLoad(1, 1, 0, 500), 0.0)
         subject.on_computed(a_plan(), COSTS.seconds(StepWork(1, 1, 1)))
     with pytest.raises(OverloadedError):
-        subject.check_arrival(100, 500)
+        subject.check_arrival(100, Ahead(500))
     subject.begin_step(StepLoad(1, 100), 0.0)
     subject.on_computed(a_plan(), 0.01)
-    subject.check_arrival(100, 0)
+    subject.check_arrival(100, Ahead())
+
+
+@pytest.mark.parametrize("end", ["abort", "expire", "fail"])
+def test_nobody_is_refused_for_a_prompt_that_went_before_it_was_computed(end: str) -> None:
+    """However it went, and though no step has been planned since: an idle engine plans none."""
+    drive = Drive(pacing(ttft_s=5.0))
+    terms = ServiceTerms(timeout_s=1.0)
+    drive.scheduler.add(make_request("long", 3500, 4, terms=terms), drive.now_s)
+    drive.step()
+    drive.step()
+    if end == "abort":
+        drive.scheduler.abort("long")
+    elif end == "expire":
+        drive.now_s += 1.0
+        drive.scheduler.expire(drive.now_s)
+    else:
+        plan = drive.scheduler.plan(drive.now_s)
+        assert plan is not None
+        drive.scheduler.fail(plan, drive.now_s)
+    assert not drive.scheduler.has_work
+    drive.add("next", 3500, 4)
+
+
+def test_nobody_is_refused_for_answers_that_have_ended() -> None:
+    drive = Drive(pacing(ttft_s=2.0, tpot_s=0.04))
+    decoding(drive, 15)
+    with pytest.raises(OverloadedError):
+        drive.add("beside them", 1000, 4)
+    for number in range(15):
+        drive.scheduler.abort(f"decoding {number}")
+    drive.add("alone", 1000, 4)
 
 
 def test_a_ttft_target_stretches_steps_as_far_as_the_line_needs() -> None:

@@ -37,6 +37,18 @@ class StepLoad(NamedTuple):
         return self.num_prefilling_tokens + self.num_queued_tokens
 
 
+class Ahead(NamedTuple):
+    """What an arrival finds, at that moment.
+
+    num_queued_tokens: yet to be computed for those in line; num_prefilling_tokens: for sequences that prefill.
+    num_decoding: sequences that decode.
+    """
+
+    num_queued_tokens: int = 0
+    num_prefilling_tokens: int = 0
+    num_decoding: int = 0
+
+
 class StepBudget(Protocol):
     """What is left of one step. max_num_running: who may run after it, for the targets' sake."""
 
@@ -92,8 +104,8 @@ class Pacing(Protocol):
     def begin_step(self, load: StepLoad, now_s: float) -> StepBudget:
         """The budget of the step being planned."""
 
-    def check_arrival(self, num_tokens: int, num_queued_tokens: int) -> None:
-        """A prompt of num_tokens arrives behind num_queued_tokens that wait. Raises OverloadedError to refuse it."""
+    def check_arrival(self, num_tokens: int, ahead: Ahead) -> None:
+        """A prompt of num_tokens arrives behind others. Raises OverloadedError to refuse it."""
 
     def on_computed(self, plan: StepPlan, step_s: float) -> None:
         """A step was computed, in step_s seconds from plan to commit."""
@@ -124,7 +136,7 @@ class FixedTokenBudget:
     def begin_step(self, load: StepLoad, now_s: float) -> StepBudget:
         return TokensLeft(self._num_tokens - load.num_rows)
 
-    def check_arrival(self, num_tokens: int, num_queued_tokens: int) -> None:
+    def check_arrival(self, num_tokens: int, ahead: Ahead) -> None:
         pass
 
     def on_computed(self, plan: StepPlan, step_s: float) -> None:

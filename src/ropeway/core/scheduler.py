@@ -6,6 +6,7 @@ same times make the same plans.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import compress
 
 from ropeway.core.batching import Batching, ContinuousBatching
@@ -13,7 +14,7 @@ from ropeway.core.boarding import Boarding
 from ropeway.core.deadlines import Deadlines
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import QueueLimits, SchedulerLimits
-from ropeway.core.pacing import FixedTokenBudget, Pacing, StepLoad
+from ropeway.core.pacing import Ahead, FixedTokenBudget, Pacing, StepLoad
 from ropeway.core.params import MAX_COUNT, FinishReason, Request
 from ropeway.core.plan import SequenceEvent, StepPlan, StepResult, TokenLogprobs
 from ropeway.core.plan_builder import PlanBuilder
@@ -292,7 +293,8 @@ class Scheduler:
         num_queued_tokens = roster.num_queued_tokens - roster.num_queued_background_tokens
         num_new_tokens = num_prompt_tokens * request.params.n
         self._limits.queue.check(roster.num_unstarted_interactive, num_queued_tokens, self._num_places, num_new_tokens)
-        self._pacing.check_arrival(num_prompt_tokens, num_queued_tokens)
+        ahead = Ahead(num_queued_tokens, _num_left(roster.prefilling.values()), len(roster.decodes.sequences))
+        self._pacing.check_arrival(num_prompt_tokens, ahead)
 
     @property
     def _num_places(self) -> int:
@@ -329,7 +331,6 @@ class Scheduler:
 
     def _load(self, builder: PlanBuilder, now_s: float) -> StepLoad:
         prefilling = self._roster.prefilling.values()
-        num_prefilling_tokens = sum([s.num_tokens - s.num_computed_tokens for s in prefilling])
         num_prefilled_tokens = sum([s.num_computed_tokens for s in prefilling])
         first = self._line.first()
         longest_wait_s = 0.0 if first is None else now_s - first.joined_s
@@ -338,7 +339,7 @@ class Scheduler:
         return StepLoad(
             num_rows=builder.num_rows,
             num_context_tokens=builder.num_context_tokens,
-            num_prefilling_tokens=num_prefilling_tokens,
+            num_prefilling_tokens=_num_left(prefilling),
             num_queued_tokens=num_queued_tokens,
             longest_wait_s=longest_wait_s,
             num_prompts=min(num_places, len(prefilling) + len(self._line)),
@@ -384,3 +385,8 @@ class Scheduler:
         roster.check_invariants()
         self._boarding.check_invariants()
         assert len(roster.running) + len(roster.retained) <= self._max_num_running, "more sequences run than may"
+
+
+def _num_left(prefilling: Iterable[Sequence]) -> int:
+    """Tokens yet to be computed before these decode."""
+    return sum([s.num_tokens - s.num_computed_tokens for s in prefilling])

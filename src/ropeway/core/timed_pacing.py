@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ropeway.core.pacing import StepLoad
+from ropeway.core.pacing import Ahead, StepLoad
 from ropeway.core.params import MAX_COUNT
 from ropeway.core.plan import StepPlan
 from ropeway.core.sequence import Sequence
@@ -172,14 +172,14 @@ class TimedPacing:
         num_fixed = costs.fixed_s / max(costs.decode_s(self._num_positions), 1e-12)  # decodes that take as long
         return int(num_multiple / num_single * num_fixed + share * (num_fixed + num_single))
 
-    def check_arrival(self, num_tokens: int, num_queued_tokens: int) -> None:
+    def check_arrival(self, num_tokens: int, ahead: Ahead) -> None:
         ttft_s = self._targets.ttft_s
         if ttft_s is None:
             return
-        num_ahead = num_queued_tokens + self._load.num_prefilling_tokens
+        num_ahead = ahead.num_queued_tokens + ahead.num_prefilling_tokens
         # What held the line up tells nothing once nobody waits; and would refuse for ever, where nobody may wait.
-        measured = self._line.tokens_per_s() if num_queued_tokens else None
-        rate = self._attainable_rate() if measured is None else measured
+        measured = self._line.tokens_per_s() if ahead.num_queued_tokens else None
+        rate = self._attainable_rate(ahead.num_decoding) if measured is None else measured
         wait_s = (num_ahead + num_tokens) / max(rate, 1e-3)
         limit_s = REFUSED_SHARE * ttft_s
         self._tally.is_overloaded = wait_s > limit_s
@@ -338,12 +338,13 @@ class TimedPacing:
             is_tpot_out_of_reach=tally.is_tpot_out_of_reach,
         )
 
-    def _attainable_rate(self) -> float:
-        """Prompt tokens per second that steps like the last would have room for."""
-        load, costs, tpot_s = self._load, self._model.costs, self._targets.tpot_s
+    def _attainable_rate(self, num_decoding: int) -> float:
+        """Prompt tokens per second that steps with so many decodes, each like those of late, would have room for."""
+        costs, tpot_s = self._model.costs, self._targets.tpot_s
         share = DOOR_SHARE
-        if tpot_s is not None and load.num_rows:
-            decode_s = costs.seconds(_decodes(load))
+        if tpot_s is not None and num_decoding:
+            num_context_tokens = num_decoding * self._num_positions
+            decode_s = costs.seconds(StepWork(num_decoding, num_context_tokens, num_decoding, num_context_tokens))
             share = min(share, max(1.0 - decode_s / self._step_target_s(tpot_s), 1.0 - DECODE_SHARE))
         return share / max(costs.token_s, 1e-9)
 
