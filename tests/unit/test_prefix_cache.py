@@ -6,11 +6,14 @@ import pytest
 
 from ropeway.core.block_pool import BlockPool
 from ropeway.core.deferral import MAX_NUM_DEFERRED
+from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.params import Request, SamplingParams, ServiceTerms
 from ropeway.core.plan import BlockCopies, StepPlan, StepResult
+from ropeway.core.policy import PriorityOrder
 from ropeway.core.prefix_index import TokenHasher
 from ropeway.core.scheduler import Scheduler
 from ropeway.core.sequence import WaitingReason
+from ropeway.core.waiting_line import WaitingLine
 from support.scheduling import make_scheduler, run_step, sampled_ids
 
 BLOCK = 4
@@ -170,6 +173,32 @@ def test_only_so_many_let_others_pass() -> None:
     scheduler.check_invariants()
     drain(scheduler)
     assert scheduler.stats().num_finished["length"] == MAX_NUM_DEFERRED + 4
+
+
+def test_a_tenant_whose_prompts_begin_alike_goes_before_others_no_longer_than_its_service_says() -> None:
+    scheduler = cached(line=WaitingLine(VirtualTokenCounters), max_num_seqs=4, num_blocks=200)
+    for number in range(9):
+        scheduler.add(request(str(number), max_tokens=30, terms=ServiceTerms(tenant="flood")), 0.0)
+    assert [len(run_step(scheduler)[0].sequence_ids) for _ in range(2)] == [1, 4], "one computes what all share"
+    (other,) = scheduler.add(request("other", (50, 51), terms=ServiceTerms(tenant="other")), 0.0)
+    plan, _ = run_step(scheduler)
+    assert other.sequence_id in plan.sequence_ids and len(plan.preempted_ids) == 1
+    scheduler.check_invariants()
+    drain(scheduler)
+
+
+def test_one_that_let_others_pass_does_not_hide_a_higher_priority() -> None:
+    scheduler = cached(line=WaitingLine(lambda: PriorityOrder(0.0)), max_num_seqs=2)
+    low = ServiceTerms(priority=10)
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", (50, 51))):
+        scheduler.add(request(name, prompt, 9, terms=low), 0.0)
+    assert run_step(scheduler)[0].sequence_ids == (0, 2), "b lets c pass"
+    run_step(scheduler)
+    (high,) = scheduler.add(request("high", (60, 61), terms=ServiceTerms(priority=-10)), 0.0)
+    plan, _ = run_step(scheduler)
+    assert high.sequence_id in plan.sequence_ids and plan.preempted_ids == (2,)
+    scheduler.check_invariants()
+    drain(scheduler)
 
 
 @pytest.mark.parametrize(

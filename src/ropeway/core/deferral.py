@@ -14,7 +14,7 @@ MAX_NUM_DEFERRED = 64  # each is looked at in every plan; those behind them wait
 
 
 class Deferrals:
-    """Who waits for whom, first come first served.
+    """Who waits for whom.
 
     It is over when the leader has published the blocks that both have, or does not run any more.
     """
@@ -43,9 +43,13 @@ class Deferrals:
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.sequence_id]
 
-    def first(self) -> Sequence | None:
-        """The first whose wait is over."""
-        for sequence, leader, num_blocks in self._entries.values():
-            if leader.state is not SequenceState.RUNNING or leader.num_published_blocks >= num_blocks:
-                return sequence
-        return None
+    def pop_ready(self) -> list[Sequence]:
+        """Those whose wait is over; they are not put aside any more."""
+        ready = [
+            sequence
+            for sequence, leader, num_blocks in self._entries.values()
+            if leader.state is not SequenceState.RUNNING or leader.num_published_blocks >= num_blocks
+        ]
+        for sequence in ready:
+            self.remove(sequence)
+        return ready

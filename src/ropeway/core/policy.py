@@ -30,7 +30,7 @@ class Policy(Protocol):
         """How many wait."""
 
     def push(self, sequence: Sequence, now_s: float) -> None:
-        """A new sequence joins the line; a preempted one returns to its place in it."""
+        """A new sequence joins the line; one that was preempted, or let others pass, returns to its place in it."""
 
     def remove(self, sequence: Sequence) -> None:
         """A waiting sequence leaves the line without boarding."""

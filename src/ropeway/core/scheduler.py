@@ -127,7 +127,7 @@ class Scheduler:
         roster.begin_step()
         if roster.turns.num_kept:
             self._take_turns(now_s)
-        self._line.begin_step()
+        self._line.begin_step(now_s)
         max_num_running, num_running_before = self._max_num_running, len(roster.running)
         self._batching.admission.begin_step()
         self._preemption.make_room(now_s)

@@ -73,8 +73,10 @@ class WaitingLine:
         self._deferred.add(self.pop(), leader, num_blocks)
         return True
 
-    def begin_step(self) -> None:
-        """Settle which class comes first in the step being planned."""
+    def begin_step(self, now_s: float) -> None:
+        """Settle which class comes first in the step being planned; who let others pass is back where it stood."""
+        for sequence in self._deferred.pop_ready():
+            self._policy_of(sequence).push(sequence, now_s)
         if not self._num_background:
             self._num_owed_tokens, self._is_background_due = 0.0, False
         elif self._num_owed_tokens >= SHARE_QUANTUM_TOKENS:
@@ -83,16 +85,13 @@ class WaitingLine:
             self._is_background_due = False
 
     def first(self) -> Sequence | None:
-        """Who boards next. Those who let others pass were ahead of the rest of their class."""
+        """Who boards next."""
         if self.entitled is not None:
             return self.entitled
         first = self._interactive.first()
         if self._num_background and (first is None or self._is_background_due):
             first = self._background.first() or first
-        back = self._deferred.first() if self._deferred else None
-        if back is None or (first is not None and self._class_rank(back) > self._class_rank(first)):
-            return first
-        return back
+        return first
 
     def pop(self) -> Sequence:
         """The first boards."""
@@ -101,10 +100,7 @@ class WaitingLine:
         if sequence is self.entitled:
             self.entitled = None
             return sequence
-        if sequence not in self._deferred:
-            return self._policy_of(sequence).pop()
-        self._deferred.remove(sequence)
-        return sequence
+        return self._policy_of(sequence).pop()
 
     def key(self, sequence: Sequence) -> Key:
         """The place of a running sequence, or of the first of the line among them; the smallest comes first."""
