@@ -25,7 +25,7 @@ COSTS = {"step_fixed_s": 4e-3, "step_token_s": 2e-3, "step_later_token_s": 1e-3,
 
 
 class SometimesFailing(ScriptedRunner):
-    """Fails each 40th step, and each 7th step one of its rows."""
+    """Fails each 40th step, and each 7th step one of its rows; ends one in each 11th, as a grammar does."""
 
     def launch(self, plan: StepPlan) -> None:
         super().launch(plan)
@@ -35,9 +35,10 @@ class SometimesFailing(ScriptedRunner):
 
     def collect(self) -> StepResult:
         result = super().collect()
-        if result.step_id % 7 or not result.sequence_ids:
-            return result
-        return StepResult(result.step_id, result.sequence_ids[1:], result.token_ids[1:], result.sequence_ids[:1])
+        step_id, ids, token_ids = result.step_id, result.sequence_ids, result.token_ids
+        failed_ids, stopped_ids = ids[: step_id % 7 == 0], ids[1 : 1 + (step_id % 11 == 0)]
+        num_failed = len(failed_ids)
+        return StepResult(step_id, ids[num_failed:], token_ids[num_failed:], failed_ids, stopped_ids)
 
 
 def arrivals(count: int, draw: random.Random) -> list[Arrival]:
@@ -50,7 +51,7 @@ def arrivals(count: int, draw: random.Random) -> list[Arrival]:
             params=SamplingParams(n=draw.choice((1, 1, 3)), max_tokens=max_tokens),
             max_tokens=max_tokens,
             seed=0,
-            stop_token_ids=frozenset({0}),
+            stop_token_ids=frozenset({0} if number % 4 else ()),  # of the others, only max_tokens
             terms=ServiceTerms(
                 tenant=draw.choice(("", "secret-tenant")),
                 weight=(1.0, 1.0, 3.0)[number % 3],

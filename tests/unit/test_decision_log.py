@@ -62,6 +62,7 @@ records = st.one_of(
         num_prompt_tokens=counts,
         max_tokens=counts,
         num_sequences=counts,
+        may_end_early=st.booleans(),
         tenant=st.text(max_size=4),
         weight=st.floats(0.001, 1000),
         user=st.text(max_size=4),

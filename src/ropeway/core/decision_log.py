@@ -19,7 +19,7 @@ from ropeway.core.plan import BlockCopies, BlockGrants, LayerSlice, StepPlan
 from ropeway.errors import DecisionLogError
 
 MAGIC = b"ropeway-decisions\n"
-VERSION = 3
+VERSION = 4
 
 HeaderValue = str | int | float | bool | None
 
@@ -30,13 +30,15 @@ _HEADER_KINDS = {"n": type(None), "b": bool, "i": int, "f": float, "s": str}
 class AddRecord:
     """A request was accepted; its number is how many were before it.
 
-    tenant, user: keyed digests in hexadecimal, empty where there is none. digests: see `PlanRecord`.
+    may_end_early: by a token or a text; otherwise its lengths are certain. tenant, user: keyed digests in hexadecimal,
+    empty where there is none. digests: see `PlanRecord`.
     """
 
     now_s: float
     num_prompt_tokens: int
     max_tokens: int
     num_sequences: int
+    may_end_early: bool = True
     tenant: str = ""
     weight: float = 1.0
     user: str = ""
@@ -79,7 +81,7 @@ class PlanRecord:
 class CommitRecord:
     """The step in flight was computed.
 
-    stopped_ids: sequences that drew a token which ended them. failed_ids: that drew none.
+    stopped_ids: sequences that ended with the token they drew, before their max_tokens. failed_ids: that drew none.
     """
 
     now_s: float
@@ -305,6 +307,7 @@ def _write_add(out: ByteWriter, record: AddRecord) -> None:
     out.uint(record.num_prompt_tokens)
     out.uint(record.max_tokens)
     out.uint(record.num_sequences)
+    out.uint(record.may_end_early)
     out.text(record.tenant)
     out.double(record.weight)
     out.text(record.user)
@@ -322,6 +325,7 @@ def _read_add(reader: ByteReader) -> AddRecord:
         num_prompt_tokens=reader.uint(),
         max_tokens=reader.uint(),
         num_sequences=reader.uint(),
+        may_end_early=bool(reader.uint()),
         tenant=reader.text(),
         weight=reader.double(),
         user=reader.text(),

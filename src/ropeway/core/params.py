@@ -185,6 +185,11 @@ class Request:
     skips_prefix_cache: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def may_end_early(self) -> bool:
+        """Whether a token or a text that the caller knows of can end an answer before max_tokens do."""
+        return bool(self.stop_token_ids or self.params.stop)
+
 
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
     if not isinstance(values, Iterable):

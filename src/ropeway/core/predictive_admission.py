@@ -136,7 +136,7 @@ class PredictiveAdmission:
     def _share_of(self, sequence: Sequence) -> tuple[float, ...] | None:
         """What is expected of it at each horizon; None where nothing but max_tokens ends it."""
         request = sequence.request
-        if not request.stop_token_ids and not request.params.stop:
+        if not request.may_end_early:
             return None
         return self._lengths.shares(request.terms.tenant, bin_of(sequence.num_generated_tokens))
 
@@ -204,7 +204,7 @@ class _Prospect:
         max_tokens = request.max_tokens
         self.cap = bisect_left(HORIZONS, max_tokens - num_generated)
         num_to_regroup = max_tokens - HORIZONS[self.cap - 1] if self.cap else max_tokens
-        if request.stop_token_ids or request.params.stop:
+        if request.may_end_early:
             now_bin = bin_of(num_generated)
             self.key = (request.terms.tenant, now_bin)
             if now_bin + 1 < NUM_BINS:

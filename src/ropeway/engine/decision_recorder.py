@@ -64,6 +64,7 @@ class DecisionRecorder:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 max_tokens=request.max_tokens,
                 num_sequences=num_sequences,
+                may_end_early=request.may_end_early,
                 tenant=self.name_digest(terms.tenant) if terms.tenant else "",
                 weight=terms.weight,
                 user="" if terms.user is None else self.name_digest(terms.user),

@@ -1,6 +1,6 @@
 """Rebuilds a schedule from its decision log: a real scheduler is told what the log says, and must choose what it says.
 
-Tokens are not in a log: a token that ended its sequence is 1, every other 0. Knows no files and no clock.
+Tokens are not in a log, so all are 0; who ended early is told by its id. Knows no files and no clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.recipe import SchedulerRecipe
 from ropeway.core.stats import EngineStats
 
-_STOP_TOKEN_ID, _OTHER_TOKEN_ID = 1, 0
+_TOKEN_ID, _STOP_TOKEN_ID = 0, 1  # nobody draws the latter
 
 
 class _RepeatedHasher:
@@ -135,11 +135,11 @@ class Replay:
 def _request(record: AddRecord, number: int) -> Request:
     return Request(
         request_id=str(number),
-        prompt_token_ids=(_OTHER_TOKEN_ID,) * record.num_prompt_tokens,
+        prompt_token_ids=(_TOKEN_ID,) * record.num_prompt_tokens,
         params=SamplingParams(n=record.num_sequences, max_tokens=record.max_tokens),
         max_tokens=record.max_tokens,
         seed=0,
-        stop_token_ids=frozenset({_STOP_TOKEN_ID}),
+        stop_token_ids=frozenset({_STOP_TOKEN_ID} if record.may_end_early else ()),
         terms=ServiceTerms(
             tenant=record.tenant,
             weight=record.weight,
@@ -154,10 +154,9 @@ def _request(record: AddRecord, number: int) -> Request:
 
 
 def _result(plan: StepPlan, record: CommitRecord) -> StepResult:
-    stopped, failed = set(record.stopped_ids), set(record.failed_ids)
-    sampled_ids = [i for i in compress(plan.sequence_ids, plan.is_sampled) if i not in failed]
-    token_ids = [_STOP_TOKEN_ID if i in stopped else _OTHER_TOKEN_ID for i in sampled_ids]
-    return StepResult(plan.step_id, tuple(sampled_ids), tuple(token_ids), record.failed_ids)
+    sampled_ids = tuple([i for i in compress(plan.sequence_ids, plan.is_sampled) if i not in record.failed_ids])
+    token_ids = (_TOKEN_ID,) * len(sampled_ids)
+    return StepResult(plan.step_id, sampled_ids, token_ids, record.failed_ids, record.stopped_ids)
 
 
 def _difference(recorded: Record, rebuilt: Record) -> str:
