@@ -9,14 +9,15 @@ from statistics import median
 import pytest
 
 from ropeway.core.kv_manager import KVManager
-from ropeway.core.pacing import Ahead, StepLoad
+from ropeway.core.pacing import Ahead, FixedTokenBudget, StepLoad
 from ropeway.core.params import ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
+from ropeway.core.sequence import Sequence
 from ropeway.core.step_time import StepCosts, StepWork, num_pairs
-from ropeway.core.timed_pacing import PacingTargets, TimedPacing
+from ropeway.core.timed_pacing import MARGIN, PacingTargets, TimedPacing
 from ropeway.errors import ConfigError, OverloadedError
-from support.scheduling import make_request, sampled_ids
+from support.scheduling import make_request, make_scheduler, run_step, sampled_ids
 from support.stand_in import StandIn
 
 COSTS = StepCosts(6e-3, 9e-4, 9e-4, 7e-7, 6e-4)
@@ -305,7 +306,7 @@ def test_nobody_is_refused_for_a_prompt_that_went_before_it_was_computed(end: st
     """However it went, and though no step has been planned since: an idle engine plans none."""
     drive = Drive(pacing(ttft_s=5.0))
     terms = ServiceTerms(timeout_s=1.0)
-    drive.scheduler.add(make_request("long", 3500, 4, terms=terms), drive.now_s)
+    drive.scheduler.add(make_request("long", 3400, 4, terms=terms), drive.now_s)
     drive.step()
     drive.step()
     if end == "abort":
@@ -318,7 +319,7 @@ def test_nobody_is_refused_for_a_prompt_that_went_before_it_was_computed(end: st
         assert plan is not None
         drive.scheduler.fail(plan, drive.now_s)
     assert not drive.scheduler.has_work
-    drive.add("next", 3500, 4)
+    drive.add("next", 3400, 4)
 
 
 def test_nobody_is_refused_for_answers_that_have_ended() -> None:
@@ -329,6 +330,23 @@ def test_nobody_is_refused_for_answers_that_have_ended() -> None:
     for number in range(15):
         drive.scheduler.abort(f"decoding {number}")
     drive.add("alone", 1000, 4)
+
+
+def test_an_arrival_is_told_of_what_prefills_and_decodes_at_that_moment() -> None:
+    told = []
+
+    class Watched(StandIn):
+        def check_arrival(self, num_tokens: int, ahead: Ahead) -> None:
+            told.append(ahead)
+
+    scheduler = make_scheduler(max_num_seqs=2, pacing=Watched(FixedTokenBudget(8)))
+    for name, num_prompt_tokens in (("decodes", 4), ("prefills", 20), ("waits", 7)):
+        scheduler.add(make_request(name, num_prompt_tokens, 9), 0.0)
+    run_step(scheduler)
+    scheduler.add(make_request("comes", 1, 9), 0.0)
+    scheduler.abort("decodes")
+    scheduler.add(make_request("comes, too", 1, 9), 0.0)
+    assert told[-2:] == [Ahead(7, 16, 1), Ahead(8, 16, 0)]
 
 
 def test_a_ttft_target_stretches_steps_as_far_as_the_line_needs() -> None:
@@ -343,6 +361,64 @@ def test_a_ttft_target_stretches_steps_as_far_as_the_line_needs() -> None:
             drive.step()
         waits_s[ttft_s] = drive.now_s - begin_s
     assert waits_s[1.2] < 1.2 and waits_s[1.2] < 0.9 * waits_s[None], waits_s
+
+
+BACKGROUND = ServiceTerms(is_background=True)
+
+
+def test_background_prompts_stretch_no_step_for_a_ttft_target() -> None:
+    drive = Drive(pacing(ttft_s=1.2))
+    decoding(drive, 2)
+    drive.scheduler.add(make_request("batch", 4000, 1, terms=BACKGROUND), drive.now_s)
+    drive.steps.clear()
+    for _ in range(20):
+        drive.step()
+    assert max(step_s for _, step_s in drive.steps) <= 2.5 * drive.decode_s(2, 60)
+
+
+def test_background_prompts_refuse_nobody() -> None:
+    drive = Drive(pacing(ttft_s=5.0))
+    for number in range(2):
+        drive.scheduler.add(make_request(f"batch {number}", 4000, 1, terms=BACKGROUND), drive.now_s)
+    drive.step()
+    drive.add("beside them", 3400, 4)
+    subject = pacing(ttft_s=1.0)
+    for _ in range(500):  # nobody else waited, for 4 s
+        subject.begin_step(StepLoad(1, 1, 0, 500, num_background_tokens=500), 0.0)
+        subject.on_computed(a_plan(), COSTS.seconds(StepWork(1, 1, 1)))
+    subject.check_arrival(100, Ahead(100))
+
+
+def test_background_answers_count_towards_no_target() -> None:
+    subject = pacing(ttft_s=1.0, tpot_s=0.05)
+    sequence = Sequence(0, make_request("batch", 4, 9, terms=BACKGROUND), 0)
+    subject.on_first_token(sequence, 100.0)
+    sequence.first_token_s, sequence.num_tokens = 100.0, 13
+    subject.on_finished(sequence, 200.0)
+    stats = subject.stats()
+    assert stats.num_first_tokens == stats.num_answers == 0 and subject._margin == MARGIN
+
+
+def test_one_that_lost_its_memory_with_an_answer_begun_waits_for_no_first_token() -> None:
+    loads = []
+
+    class Watched(StandIn):
+        def begin_step(self, load: StepLoad, now_s: float) -> object:
+            loads.append(load)
+            return self._original.begin_step(load, now_s)
+
+    scheduler = make_scheduler(num_blocks=4, block_size=2, pacing=Watched(FixedTokenBudget(64)))
+    for number in range(2):
+        scheduler.add(make_request(str(number), 2, 6), 0.0)
+    for second in range(4):
+        plan, _ = run_step(scheduler, now_s=float(second))
+    assert plan.preempted_ids == (1,) and (loads[-1].num_queued_tokens, loads[-1].longest_wait_s) == (5, 0.0)
+    scheduler = make_scheduler(max_num_seqs=1, pacing=Watched(FixedTokenBudget(64)))
+    for number in range(2):
+        scheduler.add(make_request(str(number), 2, 6), 0.0)
+    for second in range(4):
+        run_step(scheduler, now_s=float(second))
+    assert (loads[-1].num_queued_tokens, loads[-1].longest_wait_s) == (2, 3.0)
 
 
 @pytest.mark.parametrize("targets", [{"max_num_tokens": 0}, {"ttft_s": 0.0}, {"tpot_s": -1.0}])

@@ -18,9 +18,9 @@ class StepLoad(NamedTuple):
 
     num_rows, of one token each, which attend to num_context_tokens positions in all, are in it whatever else is.
     num_prefilling_tokens: yet to be computed for sequences that prefill; num_prefilled_tokens: computed for them.
-    num_queued_tokens: yet to be computed for those in line.
-    longest_wait_s: since the first of these arrived, in policy order. num_prompts: sequences that prefill or wait, as
-    far as there are places for them.
+    num_queued_tokens: yet to be computed for those in line. num_background_tokens: of both, those of background work.
+    longest_wait_s: since the first of the others in line joined it, in policy order, where it waits for a first token.
+    num_prompts: sequences that prefill or wait, as far as there are places for them.
     """
 
     num_rows: int
@@ -30,15 +30,21 @@ class StepLoad(NamedTuple):
     longest_wait_s: float = 0.0
     num_prompts: int = 0
     num_prefilled_tokens: int = 0
+    num_background_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
         """Yet to be computed before everybody has a first token."""
         return self.num_prefilling_tokens + self.num_queued_tokens
 
+    @property
+    def num_interactive_tokens(self) -> int:
+        """Of these, those that latency targets are for."""
+        return self.num_prompt_tokens - self.num_background_tokens
+
 
 class Ahead(NamedTuple):
-    """What an arrival finds, at that moment.
+    """What an arrival finds, at that moment, but for background work: that makes way.
 
     num_queued_tokens: yet to be computed for those in line; num_prefilling_tokens: for sequences that prefill.
     num_decoding: sequences that decode.
@@ -111,7 +117,7 @@ class Pacing(Protocol):
         """A step was computed, in step_s seconds from plan to commit."""
 
     def on_first_token(self, sequence: Sequence, now_s: float) -> None:
-        """A sequence got its first token."""
+        """A sequence got its first token. No target is for background ones."""
 
     def on_finished(self, sequence: Sequence, now_s: float) -> None:
         """A sequence ended with the token it just got."""

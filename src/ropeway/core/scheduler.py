@@ -293,7 +293,9 @@ class Scheduler:
         num_queued_tokens = roster.num_queued_tokens - roster.num_queued_background_tokens
         num_new_tokens = num_prompt_tokens * request.params.n
         self._limits.queue.check(roster.num_unstarted_interactive, num_queued_tokens, self._num_places, num_new_tokens)
-        ahead = Ahead(num_queued_tokens, _num_left(roster.prefilling.values()), len(roster.decodes.sequences))
+        prefilling = [s for s in roster.prefilling.values() if not s.request.terms.is_background]
+        num_decoding = len(roster.running) - roster.num_running_background - len(prefilling)
+        ahead = Ahead(num_queued_tokens, _num_left(prefilling), num_decoding)
         self._pacing.check_arrival(num_prompt_tokens, ahead)
 
     @property
@@ -332,18 +334,23 @@ class Scheduler:
     def _load(self, builder: PlanBuilder, now_s: float) -> StepLoad:
         prefilling = self._roster.prefilling.values()
         num_prefilled_tokens = sum([s.num_computed_tokens for s in prefilling])
-        first = self._line.first()
-        longest_wait_s = 0.0 if first is None else now_s - first.joined_s
-        num_queued_tokens = self._roster.num_queued_tokens
+        num_background_tokens = self._roster.num_queued_background_tokens
+        if self._roster.num_running_background:
+            num_background_tokens += _num_left([s for s in prefilling if s.request.terms.is_background])
+        first = self._line.first_interactive()
+        longest_wait_s = 0.0
+        if first is not None and first.first_token_s is None:
+            longest_wait_s = now_s - first.joined_s
         num_places = max(0, self._max_num_running - builder.num_rows)
         return StepLoad(
             num_rows=builder.num_rows,
             num_context_tokens=builder.num_context_tokens,
             num_prefilling_tokens=_num_left(prefilling),
-            num_queued_tokens=num_queued_tokens,
+            num_queued_tokens=self._roster.num_queued_tokens,
             longest_wait_s=longest_wait_s,
             num_prompts=min(num_places, len(prefilling) + len(self._line)),
             num_prefilled_tokens=num_prefilled_tokens,
+            num_background_tokens=num_background_tokens,
         )
 
     def _launch(self, builder: PlanBuilder, now_s: float) -> StepPlan:

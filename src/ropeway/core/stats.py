@@ -15,7 +15,8 @@ class PacingStats:
 
     costs: of a step, as believed now. ttft_s, tpot_s: the targets. predicted_s, achieved_s: of the steps computed, in
     all. num_first_tokens, num_in_ttft: sequences that got their first token, those of them within the target;
-    num_answers, num_in_tpot: those that ended with at least 2 tokens. Without a target all count as within it.
+    num_answers, num_in_tpot: those that ended with at least 2 tokens. Background ones are in none of these. Without a
+    target all count as within it.
     num_refused: requests at the door. is_overloaded: the last one was. is_tpot_out_of_reach: a step of what decodes,
     alone, takes longer than the target.
     """

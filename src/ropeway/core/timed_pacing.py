@@ -251,10 +251,10 @@ class TimedPacing:
             if stretch.crowd is not None:
                 share = min(1.0, num_joining / (FULL_CROWD * load.num_rows))
                 limit_s += share * max(0.0, stretch.crowd.limit_s(everybody_s) - limit_s)
-        if targets.ttft_s is None or not load.num_prompt_tokens:
+        if targets.ttft_s is None or not load.num_interactive_tokens:
             return limit_s
         left_s = max(TTFT_SHARE * targets.ttft_s - load.longest_wait_s, 1e-9)
-        needed_share = self._model.costs.token_s * load.num_prompt_tokens / left_s
+        needed_share = self._model.costs.token_s * load.num_interactive_tokens / left_s
         needed_stretch = 1.0 / (1.0 - needed_share) if needed_share < 1.0 else MAX_STRETCH
         return max(limit_s, decode_s * min(MAX_STRETCH, needed_stretch))
 
@@ -295,14 +295,16 @@ class TimedPacing:
         self._end_s = self._begin_s + step_s if load.num_rows else None
         num_prefilled = work.num_tokens - load.num_rows
         self._saved_s = self._left_s if self._budget.is_short else 0.0
-        if load.num_prompt_tokens > num_prefilled:
+        if load.num_interactive_tokens > num_prefilled:
             self._line.observe(num_prefilled, step_s)
-            if self._steered is not None and self._undisturbed_s and num_prefilled:
-                self._steered.observe(step_s / self._undisturbed_s)
+        if load.num_prompt_tokens > num_prefilled > 0 and self._steered is not None and self._undisturbed_s:
+            self._steered.observe(step_s / self._undisturbed_s)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def on_first_token(self, sequence: Sequence, now_s: float) -> None:
+        if sequence.request.terms.is_background:
+            return
         self._tally.num_first_tokens += 1
         ttft_s = self._targets.ttft_s
         self._tally.num_in_ttft += ttft_s is None or now_s - sequence.joined_s <= ttft_s
@@ -310,7 +312,7 @@ class TimedPacing:
     def on_finished(self, sequence: Sequence, now_s: float) -> None:
         num_gaps = sequence.num_generated_tokens - 1
         self._tally.observe_answer(num_gaps)
-        if sequence.first_token_s is None or num_gaps < 1:
+        if sequence.first_token_s is None or num_gaps < 1 or sequence.request.terms.is_background:
             return
         self._tally.num_answers += 1
         tpot_s = self._targets.tpot_s
@@ -356,7 +358,9 @@ def _decodes(load: StepLoad, num_joining: int = 0) -> StepWork:
 
 
 class _LineRate:
-    """Prompt tokens per second of late steps in which more waited than was computed, whatever held them up."""
+    """Prompt tokens per second of late steps in which more waited than was computed, whatever held them up: more of
+    those that latency targets are for.
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0

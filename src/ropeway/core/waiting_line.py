@@ -93,6 +93,12 @@ class WaitingLine:
             first = self._background.first() or first
         return first
 
+    def first_interactive(self) -> Sequence | None:
+        """Of those that are no background work, who boards next."""
+        if self.entitled is not None and not _is_background(self.entitled):
+            return self.entitled
+        return self._interactive.first()
+
     def pop(self) -> Sequence:
         """The first boards."""
         sequence = self.first()
