@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from statistics import median
 
 import pytest
 
+from ropeway.core.fair_service import VirtualTokenCounters
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.pacing import Ahead, FixedTokenBudget, StepLoad
 from ropeway.core.params import ServiceTerms
 from ropeway.core.plan import StepPlan, StepResult
+from ropeway.core.policy import FirstComeFirstServed, Policy, PriorityOrder
 from ropeway.core.scheduler import Scheduler, SchedulerLimits
 from ropeway.core.sequence import Sequence
 from ropeway.core.step_time import StepCosts, StepWork, num_pairs
 from ropeway.core.timed_pacing import MARGIN, PacingTargets, TimedPacing
+from ropeway.core.waiting_line import WaitingLine
 from ropeway.errors import ConfigError, OverloadedError
 from support.scheduling import make_request, make_scheduler, run_step, sampled_ids
 from support.stand_in import StandIn
@@ -44,10 +48,11 @@ class Drive:
     costs: StepCosts = COSTS
     now_s: float = 0.0
     steps: list[tuple[StepPlan, float]] = field(default_factory=list)
+    line: WaitingLine | None = None
 
     def __post_init__(self) -> None:
         limits = SchedulerLimits(256, 2048, 100_000)
-        self.scheduler = Scheduler(limits, KVManager([20_000], 16), pacing=self.pacing)
+        self.scheduler = Scheduler(limits, KVManager([20_000], 16), line=self.line, pacing=self.pacing)
 
     def add(self, name: str, num_prompt_tokens: int, max_tokens: int) -> None:
         self.scheduler.add(make_request(name, num_prompt_tokens, max_tokens), self.now_s)
@@ -237,6 +242,34 @@ def test_a_tpot_target_bounds_steps_and_the_batch() -> None:
     assert stats.pacing.num_answers == stats.pacing.num_in_tpot > 10
     assert not stats.pacing.is_tpot_out_of_reach
     assert sum(with_decodes[50:]) / len(with_decodes[50:]) > 0.75 * tpot_s, "the target leaves time unused"
+
+
+@pytest.mark.parametrize("tpot_s", [0.04, 0.004])
+@pytest.mark.parametrize(
+    ("make_policy", "those", "newcomer"),
+    [
+        (FirstComeFirstServed, ServiceTerms(is_background=True), ServiceTerms()),
+        (VirtualTokenCounters, ServiceTerms(tenant="flood"), ServiceTerms(tenant="new")),
+        (lambda: PriorityOrder(60.0), ServiceTerms(priority=5), ServiceTerms(priority=0)),
+    ],
+)
+def test_where_a_tpot_target_leaves_no_place_others_make_way(
+    tpot_s: float, make_policy: Callable[[], Policy], those: ServiceTerms, newcomer: ServiceTerms
+) -> None:
+    drive = Drive(pacing(tpot_s=tpot_s), line=WaitingLine(make_policy))
+    for number in range(40):
+        drive.scheduler.add(make_request(str(number), 20, 500, terms=those), drive.now_s)
+    for _ in range(120):
+        drive.step()
+    num_running = drive.scheduler.stats().num_running
+    assert num_running < 25, "the target leaves no more places"
+    (sequence,) = drive.scheduler.add(make_request("newcomer", 20, 5, terms=newcomer), drive.now_s)
+    plan = drive.step()
+    assert len(plan.preempted_ids) == 1 and sequence.sequence_id in drive.scheduler._roster.running
+    assert drive.scheduler.stats().num_running == num_running
+    while sequence.finish_reason is None:
+        assert not drive.step().preempted_ids, "one place is what it took"
+        drive.scheduler.check_invariants()
 
 
 def test_an_impossible_tpot_target_is_told_and_everybody_is_served() -> None:

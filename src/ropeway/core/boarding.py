@@ -104,7 +104,9 @@ class Boarding:
     ) -> WaitingReason | None:
         """Why the first of the line does not board; None where it may."""
         batching, kv, num_running = self._batching, self._kv, len(self._roster.running)
-        if num_running >= min(max_num_running, builder.budget.max_num_running):
+        # The entitled one has the place of who was preempted for it, however few the costs of now leave.
+        has_place = num_running < builder.budget.max_num_running or sequence is self._line.entitled
+        if num_running >= max_num_running or not has_place:
             return WaitingReason.CAPACITY
         if not batching.may_board(num_running_before, builder.num_tokens_left):
             return WaitingReason.BUDGET if batching.may_board(num_running_before, 1) else WaitingReason.CAPACITY

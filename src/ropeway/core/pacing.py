@@ -101,6 +101,10 @@ class Pacing(Protocol):
     def max_num_running(self) -> int:
         """Most sequences that may run: no more than a step has room to decode."""
 
+    @property
+    def num_places(self) -> int:
+        """How many may run for the targets' sake, as of the step begun last; more may, who boarded before."""
+
     def num_extra_samples(self, num_single: int, num_multiple: int) -> int:
         """How many samples, beyond the first of each request, may be under way.
 
@@ -135,6 +139,10 @@ class FixedTokenBudget:
     @property
     def max_num_running(self) -> int:
         return self._num_tokens  # so decodes never use up the budget that a prefill waits for
+
+    @property
+    def num_places(self) -> int:
+        return MAX_COUNT
 
     def num_extra_samples(self, num_single: int, num_multiple: int) -> int:
         return MAX_COUNT

@@ -35,9 +35,10 @@ class Preemption:
             assert in_order, "the first in policy order does not fit the pool alone"
             self._roster.preempt(victim, WaitingReason.CAPACITY, now_s)
 
-    def make_way(self, max_num_running: int, now_s: float) -> None:
+    def make_way(self, max_num_running: int, num_places: int, now_s: float) -> None:
         """Preempt for the first of the line, where it may take the place of others and then fits.
 
+        num_places: that a latency target leaves; more may run, where it has taken some since they boarded.
         Those it may take the place of come after it in policy order, so this comes to an end.
         """
         newcomer, roster, kv, admission = self._line.first(), self._roster, self._kv, self._batching.admission
@@ -46,8 +47,9 @@ class Preemption:
         candidates = self._line.victims_for(newcomer, roster.running.values())
         if not candidates or roster.has_leader(newcomer):
             return
-        has_place = len(roster.running) < max_num_running
-        if has_place and newcomer is not self._line.entitled and admission.may_board(newcomer, kv):
+        is_entitled = newcomer is self._line.entitled  # it has the place of who was preempted, whatever is left by now
+        has_place = len(roster.running) < (max_num_running if is_entitled else min(max_num_running, num_places))
+        if has_place and not is_entitled and admission.may_board(newcomer, kv):
             return
         num_free_blocks = kv.num_free_blocks - len(roster.decodes.lacking)
         num_lacking = kv.num_blocks_to_take(newcomer, admission.num_slots(newcomer)) - num_free_blocks

@@ -131,7 +131,7 @@ class Scheduler:
         max_num_running, num_running_before = self._max_num_running, len(roster.running)
         self._batching.admission.begin_step()
         self._preemption.make_room(now_s)
-        self._preemption.make_way(max_num_running, now_s)
+        self._preemption.make_way(max_num_running, self._pacing.num_places, now_s)
         builder = PlanBuilder(self._kv.num_groups)
         builder.add_decodes(*roster.decodes.rows())
         self._line.on_planned()

@@ -161,6 +161,10 @@ class TimedPacing:
     def max_num_running(self) -> int:
         return self._targets.max_num_tokens
 
+    @property
+    def num_places(self) -> int:
+        return MAX_COUNT if self._budget is None else self._budget.max_num_running
+
     def num_extra_samples(self, num_single: int, num_multiple: int) -> int:
         """As many as make a step of decodes no longer than (1 + num_multiple / num_single + sample_share) times what it
         would take for the single ones alone: those of several samples get, together, the time of as many others.
@@ -207,7 +211,7 @@ class TimedPacing:
             left_s,
             saved_s=saved_s,
             num_tokens=self._targets.max_num_tokens - load.num_rows,
-            num_places=self._num_places(load),
+            num_places=self._num_places_beside(load),
             num_layers=self._num_layers,
         )
         self._budget = TimeBudget(self._model.costs, load, room)
@@ -275,7 +279,7 @@ class TimedPacing:
     def _step_target_s(self, tpot_s: float) -> float:
         return max(MIN_MARGIN / 2 * tpot_s, self._margin * tpot_s - self._gap_s)
 
-    def _num_places(self, load: StepLoad) -> int:
+    def _num_places_beside(self, load: StepLoad) -> int:
         """How many may run so that a step of their decodes alone leaves a share of the TPOT target to prompts."""
         tpot_s, costs = self._targets.tpot_s, self._model.costs
         if tpot_s is None or not load.num_rows:
