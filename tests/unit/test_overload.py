@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.support.gated_engine import GatedBackend, request, run_with_engine
 
+from ropeway.core.admission import ReserveAdmission
+from ropeway.core.batching import ContinuousBatching
 from ropeway.core.kv_manager import KVManager
 from ropeway.core.limits import QueueLimits, SchedulerLimits
 from ropeway.core.params import ServiceTerms
@@ -61,6 +63,21 @@ def test_those_a_free_place_waits_for_do_not_count() -> None:
         scheduler.add(make_request(str(number), TOKENS_PER_PROMPT, 1), 0.0)
     with pytest.raises(OverloadedError, match="9 requests wait"):
         scheduler.add(make_request("9", TOKENS_PER_PROMPT, 1), 0.0)
+
+
+def test_a_place_that_memory_keeps_from_those_who_wait_is_not_free() -> None:
+    limits = SchedulerLimits(128, 64, 1000, QueueLimits(max_num_reqs=2))
+    scheduler = Scheduler(limits, KVManager([8], 4), batching=ContinuousBatching(ReserveAdmission()))
+    for name in ("fills", "the pool", "waits"):
+        scheduler.add(make_request(name, 12, 4), 0.0)
+    run_step(scheduler)
+    scheduler.add(make_request("waits, too", 12, 4), 0.0)
+    with pytest.raises(OverloadedError, match="2 requests wait"):
+        scheduler.add(make_request("is refused", 12, 4), 0.0)
+    scheduler.abort("fills")
+    scheduler.add(make_request("comes in its place", 12, 4), 0.0)
+    with pytest.raises(OverloadedError, match="3 requests wait"):
+        scheduler.add(make_request("is refused", 12, 4), 0.0)
 
 
 def test_tokens_that_wait_are_bounded_but_not_what_one_prompt_may_have() -> None:

@@ -58,6 +58,7 @@ class Scheduler:
 
         self._in_flight: StepPlan | None = None
         self._planned_s = 0.0
+        self._num_running_planned = 0  # when the last plan was made
         self._prefilled: list[Sequence] = []  # in the step in flight
         self._sampled: list[Sequence] = []  # of the rows in flight, in order
         self._num_steps = 0
@@ -300,9 +301,15 @@ class Scheduler:
 
     @property
     def _num_places(self) -> int:
-        """Free for interactive sequences: background ones make way for them."""
+        """Free for interactive sequences: background ones make way for them.
+
+        Where the last plan could not have somebody board, no places are but those that were left since.
+        """
         roster = self._roster
-        return max(0, self._max_num_running - len(roster.running) + roster.num_running_background)
+        num_places = max(0, self._max_num_running - len(roster.running) + roster.num_running_background)
+        if self._boarding.is_crowded and len(self._line):
+            num_places = min(num_places, max(0, self._num_running_planned - len(roster.running)))
+        return num_places
 
     @property
     def _waiting_reason(self) -> str | None:
@@ -363,6 +370,7 @@ class Scheduler:
         self._num_padding_tokens += builder.num_padding_tokens
         self._in_flight = plan
         self._planned_s = now_s
+        self._num_running_planned = len(self._roster.running)
         return plan
 
     def _prompt_news(self, scored: dict[int, tuple[TokenLogprobs, ...]]) -> list[SequenceEvent]:
