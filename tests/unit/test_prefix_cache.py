@@ -201,6 +201,38 @@ def test_one_that_let_others_pass_does_not_hide_a_higher_priority() -> None:
     drain(scheduler)
 
 
+def by_priority(**prompts: tuple[int, tuple[int, ...]]) -> Scheduler:
+    """Requests of these (priority, prompt)s, which run; prompts that begin alike share blocks."""
+    scheduler = cached(line=WaitingLine(lambda: PriorityOrder(0.0)), num_blocks=20, budget=128)
+    for name, (priority, prompt) in prompts.items():
+        scheduler.add(request(name, prompt, 9, terms=ServiceTerms(priority=priority)), 0.0)
+    while scheduler.stats().num_running < len(prompts):
+        run_step(scheduler)
+    return scheduler
+
+
+def test_nobody_is_preempted_for_blocks_that_the_newcomer_shares() -> None:
+    shared = tuple(range(100, 144))
+    scheduler = by_priority(first=(0, tuple(range(22))), last=(9, (*shared, *range(6))))
+    assert scheduler.stats().num_free_blocks == 1
+    # It takes 5 blocks beside the 11 that are held, and 16 where nobody holds them.
+    scheduler.add(request("new", (*shared, *range(50, 70)), terms=ServiceTerms(priority=5)), 0.0)
+    plan, _ = run_step(scheduler)
+    assert plan.sequence_ids == (0, 1) and not plan.preempted_ids, "preempted in vain"
+    drain(scheduler)
+
+
+def test_blocks_that_several_hold_are_free_once_all_of_them_are_preempted() -> None:
+    shared = tuple(range(100, 132))
+    last = {f"last {number}": (9, (*shared, *range(10 * number, 10 * number + 6))) for number in range(2)}
+    scheduler = by_priority(first=(0, tuple(range(22))), **last)
+    assert scheduler.stats().num_free_blocks == 2, "8 of 10 are shared"
+    scheduler.add(request("new", tuple(range(200, 246)), terms=ServiceTerms(priority=5)), 0.0)
+    plan, _ = run_step(scheduler)
+    assert plan.preempted_ids == (2, 1) and plan.sequence_ids == (0, 3)
+    drain(scheduler)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -86,6 +86,9 @@ class BlockPool:
     def is_held(self, block_id: int) -> bool:
         return self._num_holders[block_id] > 0
 
+    def num_holders(self, block_id: int) -> int:
+        return self._num_holders[block_id]
+
     def num_held(self, block_ids: Sequence[int]) -> int:
         """How many of these somebody holds."""
         num_holders = self._num_holders

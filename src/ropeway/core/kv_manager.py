@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ropeway.core.block_pool import BlockPool
 from ropeway.core.params import Request
@@ -118,6 +118,28 @@ class KVManager:
     def num_blocks_to_take(self, sequence: TokenSequence, num_tokens: int) -> int:
         """Free blocks, of each group, that a sequence needs for `num_tokens` tokens when it boards with its match."""
         return self.num_blocks_for(num_tokens) - sequence.match.num_held_blocks
+
+    def num_blocks_freed(self, victims: Iterable[TokenSequence], newcomer: TokenSequence) -> Iterator[int]:
+        """How many more free blocks one that was matched would have without each of these, and those before it.
+
+        What others hold too is not free then, and what the newcomer would share of it was not to be taken before.
+        """
+        if self._hasher is None:
+            for victim in victims:
+                yield len(victim.block_ids[0])
+            return
+        tables = newcomer.match.block_ids or tuple([[] for _ in self._pools])
+        num_left = [  # holders of each block, the newcomer among them
+            {block_id: pool.num_holders(block_id) + 1 for block_id in table}
+            for pool, table in zip(self._pools, tables, strict=True)
+        ]
+        for victim in victims:
+            num_freed = []
+            for pool, table, num_holders in zip(self._pools, victim.block_ids, num_left, strict=True):
+                for block_id in table:
+                    num_holders[block_id] = num_holders.get(block_id, pool.num_holders(block_id)) - 1
+                num_freed.append(sum([not num_holders[block_id] for block_id in table]))
+            yield min(num_freed)
 
     def board(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Give a sequence without blocks its table, for `num_tokens` tokens, with what its match, made just now, found.

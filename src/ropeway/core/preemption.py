@@ -54,12 +54,12 @@ class Preemption:
         num_free_blocks = kv.num_free_blocks - len(roster.decodes.lacking)
         num_lacking = kv.num_blocks_to_take(newcomer, admission.num_slots(newcomer)) - num_free_blocks
         victims = []
-        for victim in candidates:
+        for victim, num_freed in zip(candidates, kv.num_blocks_freed(candidates, newcomer), strict=True):
             if has_place and num_lacking <= 0:
                 break
             victims.append(victim)
             has_place = True
-            num_lacking -= kv.num_blocks_for(victim.num_slots) + (victim.sequence_id in roster.decodes.lacking)
+            num_lacking -= num_freed + (victim.sequence_id in roster.decodes.lacking)
         if has_place and num_lacking <= 0 and victims:
             self._line.entitle()
             for victim in victims:
