@@ -302,6 +302,21 @@ def test_answers_that_miss_tighten_the_margin() -> None:
     assert stats.num_in_tpot >= 0.95 * stats.num_answers
 
 
+def test_answers_that_end_by_their_text_count_until_their_last_token() -> None:
+    drive = Drive(pacing(tpot_s=0.04))
+    for number in range(3):
+        drive.add(str(number), 20, 50)
+    for _ in range(12):
+        drive.step()
+    drive.now_s += 10.0  # until the text is looked at
+    for number in range(2):
+        drive.scheduler.stop(str(number), 0)
+    drive.add("waits", 20, 50)
+    drive.scheduler.stop("waits", 0)
+    stats = drive.scheduler.stats().pacing
+    assert stats is not None and stats.num_answers == stats.num_in_tpot == 2
+
+
 def test_a_ttft_target_refuses_what_would_come_too_late() -> None:
     drive = Drive(pacing(ttft_s=1.0))
     accepted = 0

@@ -124,7 +124,7 @@ class Pacing(Protocol):
         """A sequence got its first token. No target is for background ones."""
 
     def on_finished(self, sequence: Sequence, now_s: float) -> None:
-        """A sequence ended with the token it just got."""
+        """A sequence ended with the last token it got, at now_s."""
 
     def stats(self) -> PacingStats | None:
         """What it expects and sees; None where it looks at nothing."""

@@ -57,7 +57,7 @@ class Scheduler:
         self._deadlines = Deadlines()
 
         self._in_flight: StepPlan | None = None
-        self._planned_s = 0.0
+        self._planned_s = self._committed_s = 0.0
         self._num_running_planned = 0  # when the last plan was made
         self._prefilled: list[Sequence] = []  # in the step in flight
         self._sampled: list[Sequence] = []  # of the rows in flight, in order
@@ -157,7 +157,7 @@ class Scheduler:
             sampled_ids = tuple([i for i in sampled_ids if i not in result.failed_sequence_ids])
             self._sampled = [s for s in self._sampled if s.sequence_id not in result.failed_sequence_ids]
         assert result.sequence_ids == sampled_ids and len(result.token_ids) == len(sampled_ids), "not what was planned"
-        self._in_flight = None
+        self._in_flight, self._committed_s = None, now_s
         self._pacing.on_computed(plan, now_s - self._planned_s)
         self._take_prefills(result, now_s)
         prompt_events = [] if result.prompt_logprobs is None else self._prompt_news(result.prompt_logprobs)
@@ -238,6 +238,8 @@ class Scheduler:
                 is_retained = self._batching.retains("stop") and sequence.num_generated_tokens > 0
                 if is_retained and self._in_flight:
                     sequence.num_computed_tokens = sequence.num_tokens  # its row is computed, though nobody takes it in
+                if sequence.num_generated_tokens:
+                    self._pacing.on_finished(sequence, self._committed_s)
                 self._roster.finish(sequence, "stop", is_retained=is_retained)
                 return [SequenceEvent(request_id, index, (), "stop")]
         return []
