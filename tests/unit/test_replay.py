@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ropeway.cli.main import main
-from ropeway.core.decision_log import CommitRecord, DecisionLog, LogEncoder, PlanRecord, Record
+from ropeway.core.decision_log import AddRecord, CommitRecord, DecisionLog, LogEncoder, PlanRecord, Record
 from ropeway.core.params import ServiceTerms
 from ropeway.engine.decision_recorder import DecisionRecorder, RecordingHasher
 from ropeway.engine.engine import Engine
@@ -57,6 +57,25 @@ def test_requests_that_run_out_of_time_in_a_pause_leave_the_replay_exact() -> No
     encoder = LogEncoder()
     data = b"".join([encoder.header(RECIPE.to_values()), *map(encoder.encode, records)])
     assert [replayed.record for replayed in Replay(DecisionLog(data)).run()] == records
+
+
+def test_the_recorder_forgets_who_ran_out_of_time_in_a_step() -> None:
+    records: list[Record] = []
+    clock, lengths = VirtualClock(1_000.0), AnswerLengths()
+    recorder = DecisionRecorder(records.append, b"key")
+    engine = Engine(RECIPE.make(), SometimesFailing(clock, TWO_CORES, lengths), clock, recorder)
+    request = replace(arrivals(1, random.Random(5))[0].request, terms=ServiceTerms(timeout_s=1.0))
+    lengths.script(request.request_id, 10)
+    engine.submit(request)
+    clock.wait_until(clock() + 2.0)
+    assert all(event.timeout == "request" for event in engine.step())
+    engine.abort(request.request_id)  # as its client does
+    assert not recorder._followed and [type(record) for record in records] == [AddRecord, PlanRecord]
+
+
+def test_any_name_can_be_logged() -> None:
+    recorder = DecisionRecorder(lambda record: None, b"key")
+    assert recorder.name_digest("\ud800") != recorder.name_digest("?")
 
 
 @pytest.mark.parametrize("targets", [{}, {"objective": "latency"}, {"slo_tpot_s": 0.03, "slo_ttft_s": 20.0}])

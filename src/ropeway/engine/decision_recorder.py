@@ -89,6 +89,10 @@ class DecisionRecorder:
             self._put(StopRecord(followed.number, index))
             self._settle(events)
 
+    def on_expired(self, events: Iterable[SequenceEvent]) -> None:
+        """events: of `expire`, before a plan; whoever is told the time of that plan expires them too."""
+        self._settle(events)
+
     def on_planned(self, plan: StepPlan | None, now_s: float) -> None:
         self._put(PlanRecord(now_s, plan, self._take_digests()))
 
@@ -106,7 +110,7 @@ class DecisionRecorder:
 
     def name_digest(self, name: str) -> str:
         """What stands for a tenant or a user in the log."""
-        return self.digest(name.encode()).hex()
+        return self.digest(name.encode("utf-8", "surrogatepass")).hex()
 
     def _sequence_id(self, event: SequenceEvent) -> int:
         return self._followed[event.request_id].first_id + event.index

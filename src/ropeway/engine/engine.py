@@ -113,6 +113,8 @@ class Engine:
         """Compute one step; the news of every sequence that got a token or ended. Empty when there is nothing to do."""
         now_s = self._clock()
         expired = self._scheduler.expire(now_s)
+        if expired and self._recorder is not None:
+            self._recorder.on_expired(expired)
         plan = self._plan(now_s)
         if plan is None:
             return expired
