@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ropeway.core.plan import LayerSlice, StepPlan
+from ropeway.core.recipe import SchedulerRecipe
 from ropeway.errors import ConfigError
 from ropeway.sim.cost_model import ACCELERATOR, TWO_CORES, CostModel, StepShape
 from ropeway.sim.simulator import Arrival, Lengths, Passage, Simulation, SimulationStalledError, make_arrival, simulate
@@ -110,6 +111,26 @@ def test_a_closed_loop_sends_the_next_request_when_the_last_is_over() -> None:
 
     sim.run([arrival(0, 0.0)], follow_up=follow_up)
     assert [passage.arrival.arrival_s for passage in sim.passages] == [0.0, 5.0, 10.0, 15.0, 20.0]
+
+
+def test_a_closed_loop_goes_on_where_clients_are_refused() -> None:
+    recipe = SchedulerRecipe(
+        max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64, num_kv_blocks=64, max_num_queued_reqs=1
+    )
+    sim = simulate(recipe.make(), PER_STEP)
+
+    def follow_up(passage: Passage) -> Arrival | None:
+        number = int(passage.arrival.request.request_id) + 4
+        return arrival(number, passage.end_s or 0.0) if number < 40 else None
+
+    sim.run([arrival(number, 0.0) for number in range(4)], follow_up=follow_up)
+    assert len(sim.passages) == 40 and {passage.finish_reason for passage in sim.passages} == {None, "stop"}
+    for client in range(4):
+        passages = [passage for passage in sim.passages if int(passage.arrival.request.request_id) % 4 == client]
+        assert len(passages) == 10
+        for passage, following in zip(passages, passages[1:], strict=False):
+            came_s, end_s = following.end_s, passage.end_s
+            assert not passage.is_refused or (came_s is not None and end_s is not None and came_s >= end_s + 1.0)
 
 
 def test_a_simulation_can_be_cut_off_and_gone_on_with() -> None:

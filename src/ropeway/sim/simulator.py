@@ -22,6 +22,7 @@ from ropeway.errors import OverloadedError
 from ropeway.sim.cost_model import CostModel, StepShape
 
 STOP_TOKEN_ID, OTHER_TOKEN_ID = 0, 1
+MIN_RETRY_S = 1.0  # until a refused client comes back, as a server's Retry-After has it
 _FIRST_TOKEN_ID, _NUM_TOKEN_IDS = 100, 16_384
 
 
@@ -179,7 +180,7 @@ class Simulation:
     """One engine, its clock and the lengths of its answers, and every request that passes through.
 
     keeps_token_times: for gaps between tokens; costs memory in proportion to the tokens. turnaround_s: from the end of
-    an answer until what its client sends next can reach the engine.
+    an answer until what its client sends next can reach the engine; one that was refused waits as long as it is told.
     """
 
     def __init__(
@@ -246,9 +247,9 @@ class Simulation:
         self._lengths.script(request.request_id, arrival.num_output_tokens)
         try:
             self.engine.submit(request)
-        except OverloadedError:
+        except OverloadedError as error:
             passage.is_refused = True
-            self._end(passage, self.clock())
+            self._end(passage, self.clock(), max(MIN_RETRY_S, error.retry_after_s or 0.0))
             return
         self._open[request.request_id] = passage
 
@@ -309,14 +310,14 @@ class Simulation:
         if not passage.num_open:
             passage.finish_reason = reason
             del self._open[passage.arrival.request.request_id]
-            self._end(passage, now_s)
+            self._end(passage, now_s, self._turnaround_s)
 
-    def _end(self, passage: Passage, now_s: float) -> None:
+    def _end(self, passage: Passage, now_s: float, turnaround_s: float) -> None:
         passage.end_s = now_s
         self._lengths.forget(passage.arrival.request.request_id)
         arrival = self._follow_up(passage) if self._follow_up is not None else None
         if arrival is not None:
-            self._expect(arrival, not_before_s=now_s + self._turnaround_s)
+            self._expect(arrival, not_before_s=now_s + turnaround_s)
 
 
 def simulate(
