@@ -85,7 +85,7 @@ class PrefixIndex:
     """The hashes of a pool's blocks, and the order in which unheld ones are evicted: least recently held first.
 
     A block is *parked* while it has a hash and no holder. Parked blocks form a ring through an entry of its own, oldest
-    first; links lie in two arrays, so that each operation is O(1) and a block costs some 200 bytes in all.
+    first; links lie in two arrays, so that each operation is O(1) and a block costs some 160 bytes, its pool's too.
     """
 
     def __init__(self, num_blocks: int) -> None:
