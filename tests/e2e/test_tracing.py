@@ -120,7 +120,7 @@ async def test_spans_of_what_is_refused_or_ended(tiny_model_path: Path) -> None:
         (span,) = await spans(exporter, 1)
         assert attributes(span)["error.type"] == "RequestTimeoutError" and span.status.status_code is StatusCode.ERROR
 
-        background = {"input": "go on", "max_output_tokens": 3, "background": True}
+        background = {"input": "go on", "max_output_tokens": 3, "background": True, "temperature": 0}
         response = (await http.post("/v1/responses", json=background)).json()
         (span,) = await spans(exporter, 1)
         assert attributes(span)["gen_ai.response.id"] == response["id"]
