@@ -53,7 +53,12 @@ def call_beginnings(tool_format: ToolFormat, tool_names: Collection[str]) -> tup
         return (tool_format.opener,)
     if tool_format is PYTHONIC:
         return tuple(f"[{name}(" for name in tool_names)
-    return tuple(f'{{"name": {json.dumps(name)}, "{tool_format.arguments_key}": {{' for name in tool_names)
+    return tuple("".join(call_head(tool_format, name)) + "{" for name in tool_names)
+
+
+def call_head(tool_format: ToolFormat, tool_name: str) -> tuple[str, ...]:
+    """What stands before the arguments of a call written as JSON, by the lexemes of JSON."""
+    return ("{", '"name"', ": ", json.dumps(tool_name), ", ", f'"{tool_format.arguments_key}"', ": ")
 
 
 @dataclass(slots=True)

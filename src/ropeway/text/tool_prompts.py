@@ -10,7 +10,7 @@ from typing import Any
 from ropeway.errors import InvalidRequestError
 from ropeway.text.grammar import embedded_json, lark_grammar, with_subgrammar
 from ropeway.text.tokenizer import Tokenizer
-from ropeway.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, ToolFormat
+from ropeway.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, ToolFormat, call_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,9 @@ def tools_grammar(
 
 def _arguments_rule(tool_format: ToolFormat, number: int, tool: Tool) -> str:
     if tool_format is not PYTHONIC:
-        # Cut into the lexemes of JSON: a lexer goes on with the longest one, so that a head in one piece would keep an
-        # answer in JSON from beginning like it.
-        lexemes = ("{", '"name"', ": ", json.dumps(tool.name), ", ", f'"{tool_format.arguments_key}"', ": ")
-        head = " ".join(map(json.dumps, lexemes))
+        # By lexemes: a lexer goes on with the longest one, so a head in one piece would keep an answer in JSON from
+        # beginning like it.
+        head = " ".join(map(json.dumps, call_head(tool_format, tool.name)))
         schema = {"type": "object", **tool.parameters}
         return f'call_{number}: {head} arguments_{number} "}}"\narguments_{number}: %json {_schema(tool, schema)}'
     properties = tool.parameters.get("properties", {})
