@@ -2,7 +2,6 @@
 // a copy.
 #include "bindings_executable.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +9,7 @@
 
 #include <stdexcept>
 
+#include "bindings_arrays.h"
 #include "bindings_rows.h"
 #include "executable.h"
 #include "isa.h"
@@ -20,8 +20,6 @@ namespace nb = nanobind;
 namespace ropeway {
 namespace {
 
-template <class T>
-using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 std::span<const T> span(const Array<T>& array) {
   return {array.data(), array.shape(0)};
@@ -56,20 +54,16 @@ struct ForwardArrays {
     for (nb::handle table : batch.attr("tables"))
       tables.push_back({attribute<int32_t>(table, "block_ids"), attribute<int64_t>(table, "offsets")});
     for (const Table& table : tables) view.tables.push_back({span(table.block_ids), span(table.offsets)});
-    if (const nb::object slice = batch.attr("layer_slice"); !slice.is_none())
-      view.layer_slice = LayerSlice{nb::cast<int>(slice.attr("index")), nb::cast<int>(slice.attr("count"))};
+    view.layer_slice = layer_slice_of(batch.attr("layer_slice"));
   }
 };
 
 using LogitsArray = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
 
 LogitsArray run_forward(Executable& executable, const ForwardBatch& batch) {
-  auto logits = std::make_unique<std::shared_ptr<float[]>>();
-  executable.last_call = call_released([&] { *logits = executable.forward(batch); });
-  float* const data = logits->get();
-  nb::capsule owner(logits.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<float[]>*>(p); });
-  logits.release();
-  return LogitsArray(data, {batch.out_rows.size(), static_cast<size_t>(executable.vocab_size())}, owner);
+  std::shared_ptr<float[]> logits;
+  executable.last_call = call_released([&] { logits = executable.forward(batch); });
+  return LogitsArray(logits.get(), {batch.out_rows.size(), static_cast<size_t>(executable.vocab_size())}, keep(logits));
 }
 
 // A StepRows lies as the executable wants it: taking the arrays of a ForwardBatch apart costs some 50 us where a pass

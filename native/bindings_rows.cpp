@@ -2,34 +2,30 @@
 // backends/batch.py.
 #include "bindings_rows.h"
 
-#include <nanobind/ndarray.h>
-
 #include <string>
+
+#include "bindings_arrays.h"
 
 namespace nb = nanobind;
 
 namespace ropeway {
 namespace {
 
-// Appends the integers of a tuple or list; truth values count as 0 and 1.
-template <class T>
-void read_ints(nb::handle values, std::vector<T>& out) {
+// The integers of a tuple or list; truth values count as 0 and 1.
+template <class T = int32_t>
+std::vector<T> ints(nb::handle values) {
   const nb::object items = nb::steal(PySequence_Fast(values.ptr(), "a tuple or list of integers is needed"));
   if (!items.is_valid()) throw nb::python_error();
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
   PyObject** item = PySequence_Fast_ITEMS(items.ptr());
-  out.reserve(out.size() + size_t(size));
+  std::vector<T> out;
+  out.reserve(size_t(size));
   for (Py_ssize_t i = 0; i < size; ++i) {
     const long value = PyLong_AsLong(item[i]);
     if (value == -1 && PyErr_Occurred()) throw nb::python_error();
     if (value < 0 || value > INT32_MAX) throw ImpossibleStep(std::to_string(value) + " is out of range");
     out.push_back(static_cast<T>(value));
   }
-}
-template <class T = int32_t>
-std::vector<T> ints(nb::handle values) {
-  std::vector<T> out;
-  read_ints(values, out);
   return out;
 }
 
@@ -51,19 +47,12 @@ template <class T, class Value>
 nb::object column(size_t size, Value&& value) {
   std::unique_ptr<T[]> values(new T[size]);
   for (size_t i = 0; i < size; ++i) values[i] = value(i);
-  nb::capsule owner(values.get(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, const T, nb::ndim<1>>(values.release(), {size}, owner));
+  return own(std::move(values), {size});
 }
 template <class T, class Value>
 nb::object sampled_column(nb::handle self, Value&& value) {
   const StepRows& rows = rows_of(self);
   return column<T>(rows.sampled.size(), [&](size_t i) { return value(rows.sampled[i]); });
-}
-
-// Keeps a store's arrays where they are while numpy looks at them.
-nb::capsule keep(const std::shared_ptr<SlotStorage>& storage) {
-  return nb::capsule(new std::shared_ptr<SlotStorage>(storage),
-                     [](void* p) noexcept { delete static_cast<std::shared_ptr<SlotStorage>*>(p); });
 }
 
 // One of the BlockTables of a step.
@@ -74,25 +63,22 @@ struct StepTable {
 nb::tuple tables(nb::handle self) {
   const StepRows& rows = rows_of(self);
   const nb::capsule owner = keep(rows.storage);
-  const size_t num_ids = size_t(rows.storage->num_slots) * size_t(rows.storage->max_blocks);
   nb::list found;
-  for (const auto& ids : rows.storage->blocks)
-    found.append(nb::cast(StepTable{view<int32_t>(ids.get(), num_ids, owner), view(rows.table_offsets, self)}));
+  for (const BlockTableView& table : rows.forward_batch().tables) {
+    const std::span<const int32_t> ids = table.block_ids;
+    found.append(nb::cast(StepTable{view(ids.data(), ids.size(), owner), view(rows.table_offsets, self)}));
+  }
   return nb::tuple(found);
 }
 
 BoundRows gather(const RowStore& store, nb::handle slots, nb::handle starts, nb::handle num_tokens,
                  nb::handle is_sampled, nb::object layer_slice) {
-  StepColumns step{ints(slots), ints(starts), ints(num_tokens), ints<uint8_t>(is_sampled), {}};
-  if (!layer_slice.is_none())
-    step.layer_slice = LayerSlice{nb::cast<int>(layer_slice.attr("index")), nb::cast<int>(layer_slice.attr("count"))};
+  const StepColumns step{ints(slots), ints(starts), ints(num_tokens), ints<uint8_t>(is_sampled),
+                         layer_slice_of(layer_slice)};
   return {store.gather(step), std::move(layer_slice)};
 }
 
-template <class T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-void append(RowStore& store, const BoundRows& bound, const Column<int32_t>& token_ids, const Column<bool>& is_failed) {
+void append(RowStore& store, const BoundRows& bound, const Array<int32_t>& token_ids, const Array<bool>& is_failed) {
   const size_t num_rows = bound.rows.sampled.size();
   if (token_ids.shape(0) != num_rows || is_failed.shape(0) != num_rows)
     throw ImpossibleStep("draws of another number of rows");

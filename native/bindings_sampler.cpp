@@ -2,17 +2,16 @@
 #include "bindings_sampler.h"
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <initializer_list>
 #include <iterator>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "bindings_arrays.h"
 #include "bindings_rows.h"
 #include "isa.h"
 #include "released_call.h"
@@ -25,7 +24,7 @@ namespace {
 
 template <class T>
 struct Column {
-  nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu> array;
+  Array<T> array;
   const T* data() const { return array.data(); }
   int64_t size() const { return int64_t(array.shape(0)); }
   T operator[](int64_t i) const { return array.data()[i]; }
@@ -148,9 +147,10 @@ struct Output {
   T* values;
   nb::object array;
 
-  explicit Output(size_t size) : values(new T[size]) {
-    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    array = nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(values, {size}, owner));
+  explicit Output(size_t size) {
+    std::unique_ptr<T[]> owned(new T[size]);
+    values = owned.get();
+    array = own(std::move(owned), {size});
   }
 };
 
@@ -186,18 +186,12 @@ class LogprobColumns {
 
   nb::tuple release() {
     const size_t num_top = size_t(num_top_);
-    return nb::make_tuple(array(logprobs_.release(), {num_rows_}), array(ranks_.release(), {num_rows_}),
-                          array(top_ids_.release(), {num_rows_, num_top}),
-                          array(top_logprobs_.release(), {num_rows_, num_top}));
+    return nb::make_tuple(own(std::move(logprobs_), {num_rows_}), own(std::move(ranks_), {num_rows_}),
+                          own(std::move(top_ids_), {num_rows_, num_top}),
+                          own(std::move(top_logprobs_), {num_rows_, num_top}));
   }
 
  private:
-  template <class T>
-  static nb::ndarray<nb::numpy, T> array(T* values, std::initializer_list<size_t> shape) {
-    nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return nb::ndarray<nb::numpy, T>(values, shape, owner);
-  }
-
   const size_t num_rows_;
   const int32_t num_top_;
   std::unique_ptr<float[]> logprobs_;

@@ -96,9 +96,10 @@ class Runner:
         token_ids, is_failed = samples.token_ids.tolist(), samples.is_failed.tolist()
         drawn_ids, failed_ids = sampled_ids, _NO_SEQUENCES
         if any(is_failed):
+            is_drawn = [not has_failed for has_failed in is_failed]
             failed_ids = tuple(compress(sampled_ids, is_failed))
-            drawn_ids = tuple([i for i in sampled_ids if i not in failed_ids])
-            token_ids = [token_id for token_id, has_failed in zip(token_ids, is_failed, strict=True) if not has_failed]
+            drawn_ids = tuple(compress(sampled_ids, is_drawn))
+            token_ids = list(compress(token_ids, is_drawn))
         stopped_ids = _NO_SEQUENCES
         if masks is not None:
             complete = self._grammar_masks.accept(masks.rows, sampled_slots, samples)
