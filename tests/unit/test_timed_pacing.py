@@ -529,17 +529,30 @@ def test_beside_one_answer_a_long_prompt_goes_in_waves(
     assert alone_s / (drive.now_s - begin_s) >= least
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "objective", "count"), [(1, "balanced", 1), (30, "throughput", 1), (30, "balanced", 32)]
-)
-def test_waves_are_for_where_chunks_fail(num_layers: int, objective: str, count: int) -> None:
+def long_prompt_beside(count: int, num_layers: int, objective: str = "balanced") -> Drive:
+    """A prompt of 7,500 tokens was computed beside so many decodes, in the steps of the drive."""
     drive = Drive(pacing(DEEP_COSTS, num_layers=num_layers, objective=objective), DEEP_COSTS)
     decoding(drive, count)
     drive.add("long", 7500, 1)
     drive.steps.clear()
     while not drive.num_answered:
         drive.step()
-    assert not any(plan.layer_slice for plan, _ in drive.steps)
+    return drive
+
+
+@pytest.mark.parametrize(("num_layers", "objective"), [(1, "balanced"), (30, "throughput")])
+def test_there_are_no_waves_of_one_layer_or_of_whole_chunks(num_layers: int, objective: str) -> None:
+    assert not any(plan.layer_slice for plan, _ in long_prompt_beside(1, num_layers, objective).steps)
+
+
+@pytest.mark.parametrize(("count", "num_slices", "least_gain"), [(8, {2, 3}, 0.05), (32, {2}, 0.02)])
+def test_where_chunks_are_a_few_tokens_short_waves_use_what_those_leave(
+    count: int, num_slices: set[int], least_gain: float
+) -> None:
+    drives = {num_layers: long_prompt_beside(count, num_layers) for num_layers in (1, 30)}
+    counts = [plan.layer_slice.count for plan, _ in drives[30].steps if plan.layer_slice is not None]
+    assert len(counts) > len(drives[30].steps) // 4 and set(counts) == num_slices, "whoever comes waits for their end"
+    assert len(drives[30].steps) < (1 - least_gain) * len(drives[1].steps)
 
 
 def test_a_prompt_that_is_aborted_in_a_wave_makes_room_for_another() -> None:
