@@ -176,6 +176,7 @@ void bind_executable(nb::module_& m) {
             return executable.add_embedding(tensor_type(type), n, k, span(data));
           },
           nb::arg("type"), nb::arg("n"), nb::arg("k"), nb::arg("data"), nb::keep_alive<1, 5>())
+      .def("add_tied_embedding", &Executable::add_tied_embedding, nb::arg("matrix"))
       .def(
           "add_vector",
           [](Executable& executable, const Array<float>& values) { return executable.add_vector(span(values)); },

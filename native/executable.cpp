@@ -94,7 +94,13 @@ int Executable::add_matrix(TensorType type, int n, int k, std::span<const uint8_
 int Executable::add_embedding(TensorType type, int n, int k, std::span<const uint8_t> data) {
   if (n < 1 || k < 1 || data.size() != row_bytes(type, k) * n)
     refuse("an embedding of ", n, " x ", k, " in ", data.size(), " bytes");
-  embeddings_.push_back({type, n, k, data.data()});
+  embeddings_.push_back({.n = n, .k = k, .type = type, .data = data.data()});
+  return static_cast<int>(embeddings_.size()) - 1;
+}
+
+int Executable::add_tied_embedding(int matrix) {
+  const PackedMatrix& packed = matrices_.at(matrix);
+  embeddings_.push_back({.n = packed.n, .k = packed.k, .matrix = matrix});
   return static_cast<int>(embeddings_.size()) - 1;
 }
 
@@ -719,9 +725,14 @@ void Executable::run_attention_head(const Phase& phase, const AttentionItem& ite
 }
 
 void Executable::embed(const Embedding& embedding, const Buffer& out, int row) {
+  const int32_t token_id = batch_->token_ids[token0_ + row];
+  float* const to = out.data + row * out.ld;
+  if (embedding.matrix) {
+    unpack_row(matrices_[*embedding.matrix], token_id, to);
+    return;
+  }
   const size_t bytes = row_bytes(embedding.type, embedding.k);
-  dequantize_row(embedding.type, embedding.k, embedding.data + batch_->token_ids[token0_ + row] * bytes,
-                 out.data + row * out.ld);
+  dequantize_row(embedding.type, embedding.k, embedding.data + token_id * bytes, to);
 }
 
 // What one op of a row leaves in the first-level cache, the next one reads.

@@ -84,6 +84,7 @@ class Executable {
   int add_cache_group(int num_layers, int num_kv_heads, int head_dim);
   int add_matrix(TensorType type, int n, int k, std::span<const uint8_t> data);     // repacked; data is not kept
   int add_embedding(TensorType type, int n, int k, std::span<const uint8_t> data);  // data must outlive the executable
+  int add_tied_embedding(int matrix);  // rows of a matrix as it is packed, so that a tied one is there once
   int add_vector(std::span<const float> values);
   int add_turns(std::span<const double> frequencies);  // radians per position of each pair
 
@@ -123,9 +124,10 @@ class Executable {
     WideGroup* wide = nullptr;
   };
   struct Embedding {
-    TensorType type;
     int32_t n, k;
-    const uint8_t* data;
+    std::optional<int> matrix = {};  // whose rows it reads; else rows of a file
+    TensorType type = {};
+    const uint8_t* data = nullptr;
   };
   struct Turns {
     std::vector<double> frequencies;

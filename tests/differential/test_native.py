@@ -16,6 +16,7 @@ from ropeway.backends.native import NativeBackend
 from ropeway.backends.reference import ReferenceBackend
 from ropeway.errors import ConfigError, OutOfMemoryError, UnsupportedIsaError
 from ropeway.model.loading import Model, load_model
+from ropeway.model.program import Embed
 from ropeway.model.weights import TensorType
 
 NUM_TOKENS = 150
@@ -272,3 +273,16 @@ class TestRefusals:
         monkeypatch.setenv("ROPEWAY_ISA", "neon")
         with pytest.raises(UnsupportedIsaError, match="ROPEWAY_ISA.*'neon'"):
             native(model)
+
+
+@pytest.mark.parametrize("weight_type", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_an_embedding_that_is_the_head_too_is_read_where_it_is_packed(directory: Path, weight_type: str) -> None:
+    """The same bits as of rows of the file, which no page is mapped of then."""
+    model = load(directory, RandomModel(weight_type=TensorType(weight_type), vocab_size=331))
+    embed, *others = model.program.ops
+    assert isinstance(embed, Embed)
+    untied = replace(model.program, ops=(replace(embed, weight=replace(embed.weight, name="copy")), *others))
+    tensors = {**model.tensors, "copy": model.tensors[embed.weight.name]}
+    ids = token_ids(model)
+    expected = all_logits(NativeBackend(untied, tensors, num_kv_blocks=64), ids)
+    np.testing.assert_array_equal(all_logits(native(model), ids), expected)

@@ -6,6 +6,7 @@ Knows no scheduling, no text, no architecture: it reads the Program's ops.
 from __future__ import annotations
 
 import collections
+import itertools
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -207,6 +208,7 @@ class _Builder:
         self._matrices: dict[str, int] = {}
         self._vectors: dict[str, int] = {}
         self._embeddings: dict[str, int] = {}
+        self._multiplied: set[str] = set()
         self._turns: dict[RopeTable, int] = {}
 
     def build(self) -> None:
@@ -217,6 +219,8 @@ class _Builder:
             self._executable.add_cache_group(len(group.layers), group.num_kv_heads, group.head_dim)
         quantised = {name for name, tensor in self._tensors.items() if tensor.type in _QUANTISED_TYPES}
         phases = lower(self._program, quantised)
+        products = itertools.chain.from_iterable(p.products for p in phases if isinstance(p, ProductPhase))
+        self._multiplied = {weight.name for weight, _ in products}
         cuts = {cut.phase: cut for cut in layer_cuts(phases, widths)}
         for i, phase in enumerate(phases):
             if i in cuts:
@@ -286,7 +290,11 @@ class _Builder:
 
     def _embedding(self, weight: Weight) -> int:
         if weight.name not in self._embeddings:
-            self._embeddings[weight.name] = self._executable.add_embedding(*self._stored(weight))
+            if weight.name in self._multiplied:
+                found = self._executable.add_tied_embedding(self._matrix(weight))
+            else:
+                found = self._executable.add_embedding(*self._stored(weight))
+            self._embeddings[weight.name] = found
         return self._embeddings[weight.name]
 
     def _stored(self, weight: Weight) -> tuple[str, int, int, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
