@@ -2,6 +2,7 @@
 // backends/batch.py.
 #include "bindings_rows.h"
 
+#include <algorithm>
 #include <string>
 
 #include "bindings_arrays.h"
@@ -78,11 +79,33 @@ BoundRows gather(const RowStore& store, nb::handle slots, nb::handle starts, nb:
   return {store.gather(step), std::move(layer_slice)};
 }
 
-void append(RowStore& store, const BoundRows& bound, const Array<int32_t>& token_ids, const Array<bool>& is_failed) {
-  const size_t num_rows = bound.rows.sampled.size();
-  if (token_ids.shape(0) != num_rows || is_failed.shape(0) != num_rows)
-    throw ImpossibleStep("draws of another number of rows");
-  store.append(bound.rows, token_ids.data(), is_failed.data());
+template <class T>
+nb::object drawn_column(const StepDraws& drawn, T SampleDraw::* field) {
+  return column<T>(drawn.draws.size(), [&](size_t i) { return drawn.draws[i].*field; });
+}
+
+// The draws of a StepDraws, or of a Samples as columns.
+std::vector<SampleDraw> draws_of(nb::handle drawn) {
+  if (nb::isinstance<StepDraws>(drawn)) return nb::cast<const StepDraws&>(drawn).draws;
+  const auto token_ids = nb::cast<Array<int32_t>>(drawn.attr("token_ids"));
+  const auto is_failed = nb::cast<Array<bool>>(drawn.attr("is_failed"));
+  if (token_ids.shape(0) != is_failed.shape(0)) throw ImpossibleStep("draws of columns of two lengths");
+  std::vector<SampleDraw> draws(token_ids.shape(0));
+  for (size_t i = 0; i < draws.size(); ++i) draws[i] = {token_ids.data()[i], is_failed.data()[i], 0};
+  return draws;
+}
+
+nb::tuple append(RowStore& store, const BoundRows& bound, nb::handle drawn) {
+  const std::vector<SampleDraw> draws = draws_of(drawn);
+  if (draws.size() != bound.rows.sampled.size()) throw ImpossibleStep("draws of another number of rows");
+  store.append(bound.rows, draws);
+  const auto num_failed = std::count_if(draws.begin(), draws.end(), [](const SampleDraw& d) { return d.is_failed; });
+  const nb::object ids = nb::steal(PyTuple_New(std::ssize(draws) - num_failed));
+  if (!ids.is_valid()) throw nb::python_error();
+  Py_ssize_t size = 0;
+  for (const SampleDraw& draw : draws)
+    if (!draw.is_failed) PyTuple_SET_ITEM(ids.ptr(), size++, nb::int_(draw.token_id).release().ptr());
+  return nb::cast<nb::tuple>(ids);
 }
 
 void bind_step_rows(nb::module_& m) {
@@ -147,6 +170,11 @@ void bind_rows(nb::module_& m) {
     }
   });
   bind_step_rows(m);
+  nb::class_<StepDraws>(m, "StepDraws", "What the sampled rows of a StepRows drew: a Samples.")
+      .def_prop_ro("token_ids", [](const StepDraws& self) { return drawn_column(self, &SampleDraw::token_id); })
+      .def_prop_ro("is_failed", [](const StepDraws& self) { return drawn_column(self, &SampleDraw::is_failed); })
+      .def_prop_ro("total_weights", [](const StepDraws& self) { return drawn_column(self, &SampleDraw::total_weight); })
+      .def_prop_ro("logprobs", [](nb::handle) { return nb::none(); });
   nb::class_<RowStore>(m, "RowStore",
                        "Tokens, block tables and sampling parameters of sequences, by slot. Raises AssertionError for "
                        "a step that contradicts what is stored.")
@@ -174,8 +202,8 @@ void bind_rows(nb::module_& m) {
           nb::arg("group"), nb::arg("slots"), nb::arg("indptr"), nb::arg("block_ids"))
       .def("gather", &gather, nb::arg("slots"), nb::arg("starts"), nb::arg("num_tokens"), nb::arg("is_sampled"),
            nb::arg("layer_slice").none())
-      .def("append", &append, nb::arg("rows"), nb::arg("token_ids"), nb::arg("is_failed"),
-           "Appends what the sampled rows drew, but for those that failed.")
+      .def("append", &append, nb::arg("rows"), nb::arg("drawn"),
+           "Appends what the sampled rows drew, but for those that failed; the same token ids.")
       .def(
           "tokens",
           [](const RowStore& store, int slot) {

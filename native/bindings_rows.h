@@ -11,6 +11,12 @@ struct BoundRows {
   nanobind::object layer_slice;  // as it was given; None where there is none
 };
 
+// What the rows of a StepRows drew. numpy's arrays of it are made where they are asked for: each takes some 10 us where
+// a pass has just had the caches.
+struct StepDraws {
+  std::vector<SampleDraw> draws;
+};
+
 // Adds `RowStore` and `StepRows` to the module.
 void bind_rows(nanobind::module_& m);
 

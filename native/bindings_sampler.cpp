@@ -263,11 +263,13 @@ struct Drawn {
   }
 };
 
-nb::tuple draw_rows(Sampler& sampler, const Logits& logits, const StepRows& batch) {
+StepDraws draw_rows(Sampler& sampler, const Logits& logits, const BoundRows& bound) {
+  const StepRows& batch = bound.rows;
   const int32_t vocab_size = sampler.vocab_size();
+  check_width(logits, vocab_size);
   if (logits.shape(0) != batch.sampled.size())
     refuse("logits of " + std::to_string(logits.shape(0)) + " rows, not " + std::to_string(batch.sampled.size()));
-  Drawn drawn(batch.sampled.size());
+  StepDraws drawn{std::vector<SampleDraw>(batch.sampled.size())};
   sampler.last_call = call_released([&] {
     std::vector<SampleRow> rows;
     rows.reserve(batch.sampled.size());
@@ -277,13 +279,13 @@ nb::tuple draw_rows(Sampler& sampler, const Logits& logits, const StepRows& batc
     }
     std::vector<LogprobRow> no_logprobs;
     sampler.sample(rows, no_logprobs, drawn.draws.data());
-    drawn.fill_columns();
   });
-  return drawn.columns(nb::none());
+  return drawn;
 }
 
-nb::tuple draw_batch(Sampler& sampler, const Logits& logits, nb::handle batch) {
+nb::tuple draw(Sampler& sampler, const Logits& logits, nb::handle batch) {
   const int32_t vocab_size = sampler.vocab_size();
+  check_width(logits, vocab_size);
   const LogitsRows logits_rows(batch, int64_t(logits.shape(0)));
   const Columns columns(batch, logits_rows.num_rows);
   std::optional<Masks> masks;
@@ -312,12 +314,6 @@ nb::tuple draw_batch(Sampler& sampler, const Logits& logits, nb::handle batch) {
     drawn.fill_columns();
   });
   return drawn.columns(found ? nb::object(found->release()) : nb::none());
-}
-
-nb::tuple draw(Sampler& sampler, const Logits& logits, nb::handle batch) {
-  check_width(logits, sampler.vocab_size());
-  if (nb::isinstance<BoundRows>(batch)) return draw_rows(sampler, logits, nb::cast<const BoundRows&>(batch).rows);
-  return draw_batch(sampler, logits, batch);
 }
 
 nb::tuple score(Sampler& sampler, const Logits& logits, nb::handle batch) {
@@ -361,8 +357,10 @@ void bind_sampler(nb::module_& m) {
                                   static_cast<double>(sampler.last_call.lock_wait_ns) * 1e-9);
           },
           "Of the last sample: seconds without the interpreter lock, then seconds until it was had again.")
+      .def("draw_rows", &draw_rows, nb::arg("logits").noconvert(), nb::arg("rows"),
+           "Draws one token of each row of logits[R, V], which it changes, as a StepRows says.")
       .def("draw", &draw, nb::arg("logits").noconvert(), nb::arg("batch"),
-           "Draws one token of each row of logits[R, V], which it changes, as a SampleBatch or StepRows say: "
+           "Draws one token of each row of logits[R, V], which it changes, as a SampleBatch says: "
            "token_ids[R] int32, is_failed[R] bool, total_weights[R] uint64 (the survivors' weights together, 0 for a "
            "greedy or failed row), and the columns of Logprobs where the batch asks for them, else None.")
       .def("score", &score, nb::arg("logits").noconvert(), nb::arg("batch"),

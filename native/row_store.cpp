@@ -137,12 +137,12 @@ StepRows RowStore::gather(const StepColumns& step) const {
   return rows;
 }
 
-void RowStore::append(const StepRows& rows, const int32_t* token_ids, const bool* is_failed) {
+void RowStore::append(const StepRows& rows, std::span<const SampleDraw> draws) {
   for (size_t i = 0; i < rows.sampled.size(); ++i) {
     const auto& [slot, num_tokens, num_prompt_tokens, params] = rows.sampled[i];
     if (num_tokens >= storage_->max_tokens) throw ImpossibleStep("a sequence exceeds its context");
-    if (!is_failed[i]) storage_->tokens_of(slot)[num_tokens] = token_ids[i];
-    slots_[slot].num_tokens = num_tokens + !is_failed[i];
+    if (!draws[i].is_failed) storage_->tokens_of(slot)[num_tokens] = draws[i].token_id;
+    slots_[slot].num_tokens = num_tokens + !draws[i].is_failed;
   }
 }
 

@@ -90,8 +90,8 @@ class RowStore {
   // its last known token. (A padding row of a static batch ends one token early, and draws its last token again.)
   StepRows gather(const StepColumns& step) const;
 
-  // Appends what the sampled rows drew, token_ids[R]; those with is_failed[R] get nothing.
-  void append(const StepRows& rows, const int32_t* token_ids, const bool* is_failed);
+  // Appends what each of the R sampled rows drew; those that failed get nothing.
+  void append(const StepRows& rows, std::span<const SampleDraw> draws);
 
  private:
   struct Slot {

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropeway._native import RowStore, StepRows
+from ropeway.backends.batch import Samples
 
 MAX_TOKENS, MAX_BLOCKS, BLOCK_SIZE = 25, 6, 4
 NEUTRAL: dict[str, Any] = {
@@ -99,7 +100,7 @@ def test_steps_are_gathered_as_they_stand(data: st.DataObject) -> None:
         check_sample(step, sampled, sequences)
         token_ids = np.arange(len(sampled), dtype=np.int32) + 10 * number
         is_failed = np.array([data.draw(st.booleans()) for _ in sampled], dtype=np.bool_)
-        store.append(step, token_ids, is_failed)
+        assert store.append(step, Samples(token_ids, is_failed)) == tuple(token_ids[~is_failed].tolist())
         for (slot, _), token_id, has_failed in zip(sampled, token_ids.tolist(), is_failed.tolist(), strict=True):
             if not has_failed:
                 sequences[slot].output.append(token_id)
@@ -192,7 +193,7 @@ def test_blocks_and_tokens_beyond_a_slot_are_refused() -> None:
     store.grant(0, (1,), (0, 1), (3,))
     step = gather(store, (1, 0, 2, True))
     with pytest.raises(AssertionError, match="number of rows"):
-        store.append(step, np.zeros(2, np.int32), np.zeros(2, np.bool_))
+        store.append(step, Samples(np.zeros(2, np.int32), np.zeros(2, np.bool_)))
     store.clear_blocks(1)
     with pytest.raises(AssertionError, match="lacks blocks"):
         gather(store, (1, 0, 2, True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -189,6 +188,6 @@ def test_no_two_prompts_begin_alike_and_all_are_within_a_vocabulary() -> None:
 def test_a_slice_costs_its_share_of_the_chunk() -> None:
     """Beside a decode at position 30, a chunk of 12 behind 100: a row of logits comes with the last slice only."""
     plan = StepPlan(0, (0, 1), (30, 100), (1, 12), (True, False), (), layer_slice=LayerSlice(1, 4))
-    whole = StepShape.of(replace(plan, layer_slice=None))
+    whole = StepShape.of(plan._replace(layer_slice=None))
     assert whole == StepShape(13, 31 + 1278, 1, 31)
     assert StepShape.of(plan) == StepShape(1 + 3, 31 + 1278 / 4, 1, 31)

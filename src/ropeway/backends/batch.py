@@ -7,12 +7,12 @@ Everything is ragged and flat; there is no padding in the interface. Indices are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ropeway._native import StepRows
+from ropeway._native import StepDraws, StepRows
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -155,8 +155,7 @@ class SampleBatch:
     logprobs: LogprobRows | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(NamedTuple):
     """What was drawn: token_ids[R] int32, is_failed[R] bool, and the Logprobs that the batch asked for.
 
     A row fails, and its token id means nothing, if its logits hold a NaN or leave no token to draw (all are -inf).
@@ -170,6 +169,7 @@ class Samples:
 # What a runner gathers of its storage has the fields of both; the native backend takes it as it lies.
 ForwardRows: TypeAlias = ForwardBatch | StepRows
 SampleRows: TypeAlias = SampleBatch | StepRows
+Draws: TypeAlias = Samples | StepDraws
 
 
 class Backend(Protocol):
@@ -198,6 +198,6 @@ class Backend(Protocol):
 
     def forward(self, batch: ForwardRows) -> Float32Array: ...
 
-    def sample(self, logits: Float32Array, batch: SampleRows) -> Samples: ...
+    def sample(self, logits: Float32Array, batch: SampleRows) -> Draws: ...
 
     def score(self, logits: Float32Array, batch: ScoreBatch) -> Logprobs: ...

@@ -14,7 +14,16 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ropeway import _native
-from ropeway.backends.batch import Float32Array, ForwardRows, Int32Array, Logprobs, SampleRows, Samples, ScoreBatch
+from ropeway.backends.batch import (
+    Draws,
+    Float32Array,
+    ForwardRows,
+    Int32Array,
+    Logprobs,
+    SampleRows,
+    Samples,
+    ScoreBatch,
+)
 from ropeway.backends.layer_cuts import layer_cuts
 from ropeway.backends.lowering import (
     LOGITS,
@@ -127,8 +136,12 @@ class NativeBackend:
         self._calls.append(self._executable.last_call)
         return logits
 
-    def sample(self, logits: Float32Array, batch: SampleRows) -> Samples:
+    def sample(self, logits: Float32Array, batch: SampleRows) -> Draws:
         """One token per row of the batch; its rows of logits[R, vocab] are changed in place."""
+        if isinstance(batch, _native.StepRows):
+            drawn = self._sampler.draw_rows(logits, batch)
+            self._calls.append(self._sampler.last_call)
+            return drawn
         token_ids, is_failed, _, logprobs = self._sampler.draw(logits, batch)
         self._calls.append(self._sampler.last_call)
         return Samples(token_ids, is_failed, None if logprobs is None else Logprobs(*logprobs))

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from ropeway.core.params import FinishReason, Timeout
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGrants:
+class BlockGrants(NamedTuple):
     """Blocks newly granted to the rows of a plan, for one cache group.
 
     block_ids[indptr[s]:indptr[s+1]] are appended, in order, to row s's block table. len(indptr) == S + 1.
@@ -22,8 +21,7 @@ class BlockGrants:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopies:
+class BlockCopies(NamedTuple):
     """Blocks of one cache group to copy before the forward pass: source_ids[i] to destination_ids[i], in order."""
 
     source_ids: tuple[int, ...]
@@ -45,8 +43,7 @@ class LayerSlice(NamedTuple):
         return self.index == self.count - 1
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What one step computes. S rows, decodes first.
 
     sequence_ids[S]: which sequence each row is; no sequence has two rows.
@@ -104,8 +101,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step sampled: token_ids[i] continues sequence_ids[i]. The rows with is_sampled, in plan order.
 
     failed_sequence_ids: sampled rows that had no token to draw (their logits hold a NaN, or every token is masked).

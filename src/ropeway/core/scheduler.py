@@ -80,6 +80,11 @@ class Scheduler:
         return self._limits.queue
 
     @property
+    def num_running(self) -> int:
+        """Sequences that hold memory and have not ended."""
+        return len(self._roster.running)
+
+    @property
     def may_board(self) -> bool:
         """Whether a sequence that arrived now would find a place, and nobody before it in line."""
         num_running = len(self._roster.running)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ropeway.core.params import FinishReason
 from ropeway.core.step_time import StepCosts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PacingStats:
-    """What the pacing expects and sees. Sums since the start, over steps and over sequences.
+class PacingStats(NamedTuple):
+    """What the pacing expects and sees. Sums since the start, over steps and over sequences. Given by name.
 
     costs: of a step, as believed now. ttft_s, tpot_s: the targets. predicted_s, achieved_s: of the steps computed, in
     all. num_first_tokens, num_in_ttft: sequences that got their first token, those of them within the target;
@@ -44,9 +44,10 @@ class SequenceProgress:
     waiting_reason: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Gauges of now, and counters since the start.
+class EngineStats(NamedTuple):
+    """Gauges of now, and counters since the start. Given by name.
+
+    A tuple, as what a plan and a result are: one is made every step, and a frozen dataclass sets its fields one by one.
 
     Gauges: num_running, num_waiting (never ran), num_preempted (wait to be recomputed): sequences.
     num_blocks = num_free_blocks + num_used_blocks; used are those that sequences hold. num_cached_blocks: of the free

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import mul
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 
@@ -114,6 +114,13 @@ NOISE_WINDOW = 64  # steps over which the noise is estimated
 FIRST_NOISE, MIN_NOISE, MAX_NOISE = 0.06, 0.02, 0.3  # relative deviation of a step's time
 
 
+Six = tuple[float, float, float, float, float, float]
+Triangle = tuple[
+    float, float, float, float, float, float, float, float, float, float, float,
+    float, float, float, float, float, float, float, float, float, float,
+]  # fmt: skip
+
+
 class StepTimeModel:
     """A Kalman filter over the six costs, each as a multiple of its prior, from relative errors.
 
@@ -128,10 +135,15 @@ class StepTimeModel:
         assert min(given) >= 0.0 and max(given) > 0.0, f"not the costs of a step: {prior}"
         # On a very busy machine what is timed may all be put down to one of them, be it the pairs.
         token_s = max(prior.token_s, prior.later_token_s, prior.row_s, prior.fixed_s / 1024, prior.pair_s)
-        self._scales = [max(cost, plausible * token_s) for cost, plausible in zip(given, PLAUSIBLE, strict=True)]
-        self._multiples = [cost / scale for cost, scale in zip(given, self._scales, strict=True)]
-        variance = PRIOR_DEVIATION**2
-        self._covariance = [[variance if i == j else 0.0 for j in range(NUM_COSTS)] for i in range(NUM_COSTS)]
+        scales = [max(cost, plausible * token_s) for cost, plausible in zip(given, PLAUSIBLE, strict=True)]
+        self._scales = _six(scales)
+        self._multiples = _six([cost / scale for cost, scale in zip(given, scales, strict=True)])
+        own = PRIOR_DEVIATION**2
+        # Of the symmetric matrix, the rows from their diagonals on. Compiled, tuples of a fixed length hold their
+        # numbers in place: floats on the heap are fetched anew after each forward pass.
+        self._covariance: Triangle = (
+            own, 0.0, 0.0, 0.0, 0.0, 0.0, own, 0.0, 0.0, 0.0, 0.0, own, 0.0, 0.0, 0.0, own, 0.0, 0.0, own, 0.0, own
+        )  # fmt: skip
         self._noise = FIRST_NOISE**2
         self._num_outliers = 0  # in a row; negative where steps were faster
         self.costs = prior
@@ -141,15 +153,22 @@ class StepTimeModel:
         predicted_s = self.costs.seconds(work)
         if predicted_s <= 0.0 or not 0.0 < step_s < math.inf:
             return predicted_s
-        multiples, scales = self._multiples, self._scales
-        m0, m1, m2, m3, m4, m5 = multiples
-        amounts = _amounts(work)
-        f0, f1, f2, f3, f4, f5 = [a * b / predicted_s for a, b in zip(scales, amounts, strict=True)]
+        m0, m1, m2, m3, m4, m5 = self._multiples
+        s0, s1, s2, s3, s4, s5 = self._scales
+        a0, a1, a2, a3, a4, a5 = _amounts(work)
         # All drifting together adds COMMON_DRIFT^2 m m' to the covariance; the features are scaled so that f m = 1.
         # Written out, because it is done once a step: loops over both indices took two thirds of the time.
-        g0, g1, g2, g3, g4, g5 = [
-            c0 * f0 + c1 * f1 + c2 * f2 + c3 * f3 + c4 * f4 + c5 * f5 for c0, c1, c2, c3, c4, c5 in self._covariance
-        ]
+        f0, f1, f2 = s0 * a0 / predicted_s, s1 * a1 / predicted_s, s2 * a2 / predicted_s
+        f3, f4, f5 = s3 * a3 / predicted_s, s4 * a4 / predicted_s, s5 * a5 / predicted_s
+        (
+            c00, c01, c02, c03, c04, c05, c11, c12, c13, c14, c15, c22, c23, c24, c25, c33, c34, c35, c44, c45, c55
+        ) = self._covariance  # fmt: skip
+        g0 = c00 * f0 + c01 * f1 + c02 * f2 + c03 * f3 + c04 * f4 + c05 * f5
+        g1 = c01 * f0 + c11 * f1 + c12 * f2 + c13 * f3 + c14 * f4 + c15 * f5
+        g2 = c02 * f0 + c12 * f1 + c22 * f2 + c23 * f3 + c24 * f4 + c25 * f5
+        g3 = c03 * f0 + c13 * f1 + c23 * f2 + c33 * f3 + c34 * f4 + c35 * f5
+        g4 = c04 * f0 + c14 * f1 + c24 * f2 + c34 * f3 + c44 * f4 + c45 * f5
+        g5 = c05 * f0 + c15 * f1 + c25 * f2 + c35 * f3 + c45 * f4 + c55 * f5
         spread = f0 * g0 + f1 * g1 + f2 * g2 + f3 * g3 + f4 * g4 + f5 * g5
         error = step_s / predicted_s - 1.0
         limit = CLIP_DEVIATIONS * math.sqrt(spread + COMMON_DRIFT**2 + self._noise)
@@ -157,30 +176,34 @@ class StepTimeModel:
         error = max(-limit, min(limit, error))
         unexplained = min(max(error * error - spread, MIN_NOISE**2), MAX_NOISE**2)
         self._noise += (unexplained - self._noise) / NOISE_WINDOW
-        gains = g0, g1, g2, g3, g4, g5 = (
-            g0 + drift * m0, g1 + drift * m1, g2 + drift * m2, g3 + drift * m3, g4 + drift * m4, g5 + drift * m5
-        )  # fmt: skip
+        d0, d1, d2, d3, d4, d5 = drift * m0, drift * m1, drift * m2, drift * m3, drift * m4, drift * m5
+        g0, g1, g2, g3, g4, g5 = g0 + d0, g1 + d1, g2 + d2, g3 + d3, g4 + d4, g5 + d5
         total = spread + drift + self._noise
-        h0, h1, h2, h3, h4, h5 = [gain / total for gain in gains]
-        self._covariance = [
-            [
-                c0 + m * m0 - g * h0,
-                c1 + m * m1 - g * h1,
-                c2 + m * m2 - g * h2,
-                c3 + m * m3 - g * h3,
-                c4 + m * m4 - g * h4,
-                c5 + m * m5 - g * h5,
-            ]
-            for (c0, c1, c2, c3, c4, c5), m, g in zip(
-                self._covariance, [drift * m for m in multiples], gains, strict=True
-            )
-        ]
-        self._multiples = [
-            m0 + h0 * error, m1 + h1 * error, m2 + h2 * error, m3 + h3 * error, m4 + h4 * error, m5 + h5 * error
-        ]  # fmt: skip
-        self._bound()
-        self.costs = StepCosts(*map(mul, self._multiples, scales))
+        h0, h1, h2, h3, h4, h5 = g0 / total, g1 / total, g2 / total, g3 / total, g4 / total, g5 / total
+        own = OWN_DRIFT**2
+        self._covariance = (
+            c00 + d0 * m0 - g0 * h0 + own, c01 + d0 * m1 - g0 * h1, c02 + d0 * m2 - g0 * h2, c03 + d0 * m3 - g0 * h3,
+            c04 + d0 * m4 - g0 * h4, c05 + d0 * m5 - g0 * h5,
+            c11 + d1 * m1 - g1 * h1 + own, c12 + d1 * m2 - g1 * h2, c13 + d1 * m3 - g1 * h3, c14 + d1 * m4 - g1 * h4,
+            c15 + d1 * m5 - g1 * h5,
+            c22 + d2 * m2 - g2 * h2 + own, c23 + d2 * m3 - g2 * h3, c24 + d2 * m4 - g2 * h4, c25 + d2 * m5 - g2 * h5,
+            c33 + d3 * m3 - g3 * h3 + own, c34 + d3 * m4 - g3 * h4, c35 + d3 * m5 - g3 * h5,
+            c44 + d4 * m4 - g4 * h4 + own, c45 + d4 * m5 - g4 * h5,
+            c55 + d5 * m5 - g5 * h5 + own,
+        )  # fmt: skip
+        m0, m1, m2 = m0 + h0 * error, m1 + h1 * error, m2 + h2 * error
+        m3, m4, m5 = m3 + h3 * error, m4 + h4 * error, m5 + h5 * error
+        self._multiples = (m0, m1, m2, m3, m4, m5)
+        if min(m0, m1, m2, m3, m4, m5) < 0.0 or self._largest_variance > MAX_DEVIATION**2:
+            self._bound()
+            m0, m1, m2, m3, m4, m5 = self._multiples
+        self.costs = StepCosts(m0 * s0, m1 * s1, m2 * s2, m3 * s3, m4 * s4, m5 * s5)
         return predicted_s
+
+    @property
+    def _largest_variance(self) -> float:
+        covariance = self._covariance
+        return max(covariance[0], covariance[6], covariance[11], covariance[15], covariance[18], covariance[20])
 
     def _common_drift(self, error: float, limit: float) -> float:
         """The drift to allow for: far more than usual where outliers keep coming from one side: the speed changed."""
@@ -193,11 +216,11 @@ class StepTimeModel:
 
     def _bound(self) -> None:
         """Keep costs from turning negative, and what is not known of them within bounds."""
-        multiples, covariance = self._multiples, self._covariance
+        multiples, entries = list(self._multiples), iter(self._covariance)
+        covariance = [[0.0] * NUM_COSTS for _ in range(NUM_COSTS)]
+        for i, j in combinations_with_replacement(range(NUM_COSTS), 2):
+            covariance[i][j] = covariance[j][i] = next(entries)
         for i, row in enumerate(covariance):
-            row[i] += OWN_DRIFT**2
-            if row[i] <= MAX_DEVIATION**2:  # the least that it is bounded to
-                continue
             most = (MAX_DEVIATION * max(1.0, multiples[i])) ** 2
             if row[i] > most:
                 factor = math.sqrt(most / row[i])
@@ -212,10 +235,22 @@ class StepTimeModel:
             for j in range(NUM_COSTS):  # it is 0 for now, so the others owe it nothing
                 if j != i:
                     covariance[i][j] = covariance[j][i] = 0.0
-        self._multiples = multiples
+        self._multiples = _six(multiples)
+        kept = [covariance[i][j] for i, j in combinations_with_replacement(range(NUM_COSTS), 2)]
+        (
+            c00, c01, c02, c03, c04, c05, c11, c12, c13, c14, c15, c22, c23, c24, c25, c33, c34, c35, c44, c45, c55
+        ) = kept  # fmt: skip
+        self._covariance = (
+            c00, c01, c02, c03, c04, c05, c11, c12, c13, c14, c15, c22, c23, c24, c25, c33, c34, c35, c44, c45, c55
+        )  # fmt: skip
 
 
-def _amounts(work: StepWork) -> tuple[float, float, float, float, float, float]:
+def _six(values: list[float]) -> Six:
+    v0, v1, v2, v3, v4, v5 = values
+    return v0, v1, v2, v3, v4, v5
+
+
+def _amounts(work: StepWork) -> Six:
     """How much of each cost a step has."""
     num_early = min(work.num_tokens, KNEE_TOKENS)
     return 1, num_early, work.num_tokens - num_early, work.num_pairs, work.num_rows, work.num_reads

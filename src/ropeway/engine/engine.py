@@ -53,6 +53,12 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._recorder = recorder
+        self.has_failed_last = False  # the newest step could not be computed
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold memory."""
+        return self._scheduler.num_running
 
     @property
     def has_work(self) -> bool:
@@ -124,6 +130,7 @@ class Engine:
         except Exception:
             logger.exception("step %d failed; its %d sequences end as errors", plan.step_id, plan.num_rows)
             return expired + self._fail(plan)
+        self.has_failed_last = False
         now_s = self._clock()
         events = self._scheduler.commit(plan, result, now_s)
         if self._recorder is not None:
@@ -137,6 +144,7 @@ class Engine:
         return plan
 
     def _fail(self, plan: StepPlan) -> list[SequenceEvent]:
+        self.has_failed_last = True
         now_s = self._clock()
         events = self._scheduler.fail(plan, now_s)
         if self._recorder is not None:

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # The engine's bookkeeping is checked when it falls idle, at most this often: whoever comes just then waits for it.
 IDLE_CHECK_INTERVAL_S = 10.0
+# Where nobody comes or ends, what is counted is looked up at most this often: it costs as much as planning a decode.
+STATS_INTERVAL_S = 0.1
 # While paused, requests that run out of time are ended so often.
 PAUSED_CHECK_INTERVAL_S = 0.25
 
@@ -91,7 +93,8 @@ class EngineThread:
     """Runs an Engine on a thread of its own. Every method may be called from any thread.
 
     deliver: called on the engine thread with each news; it must not block.
-    stats, last_step_s: as of the end of the last turn, and when that was (time.monotonic()).
+    stats: as of the end of the last turn in which a request came, started or ended, or of a later one of the last
+    STATS_INTERVAL_S. last_step_s: when the last turn ended (time.monotonic()).
     has_failed_last: the newest step could not be computed.
     utilization: None where the backend does not count. held_s: for which steps were held for requests to come, in all.
     """
@@ -110,6 +113,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ropeway-engine", daemon=True)
         self.stats = engine.stats()
+        self._next_stats_s = 0.0
         self.has_failed_last = False
         self._next_check_s = 0.0
         self._is_paused = False
@@ -168,37 +172,41 @@ class EngineThread:
         is_open = self._obey_inbox(orders)
         # Where there was no work, the inbox is where the thread slept.
         start_s = start_s + self.held_s - held_before_s if had_work else time.monotonic()
-        events = orders.events
+        events, has_orders = orders.events, orders.has_any
         started: Sequence[str] = ()
+        ended: list[SequenceEvent] = []
         has_stepped, step_start_s = is_open and self._may_step, time.monotonic()
         if has_stepped:
             stepped = engine.step()
-            events += stepped
             started = engine.take_started_ids()
+            ended = [event for event in stepped if event.finish_reason is not None]
+            events += stepped
         elif self._is_paused:
             events += engine.expire()
         now_s = time.monotonic()
-        stats = engine.stats()
-        if stats.num_steps != self.stats.num_steps:
-            self.has_failed_last = stats.num_failed_steps != self.stats.num_failed_steps
-        self.stats = stats
-        if stats.pacing is not None:
-            self._target_log.observe(stats.pacing)
+        self.has_failed_last = engine.has_failed_last
         self.last_step_s = now_s
+        if has_orders or started or ended or not has_stepped or now_s >= self._next_stats_s:
+            self._take_stats(now_s)
         if events or started or orders.has_news:
             told = (events, orders.accepted_ids, started, orders.rejected, orders.progress)
             self._deliver(StepNews(now_s, step_start_s, *told))
-        if has_stepped and engine.has_work and engine.may_board:
-            ended = {event.request_id for event in stepped if event.finish_reason is not None}
-            num_ended = sum([not engine.is_open(request_id) for request_id in ended])
+        if ended and engine.has_work and engine.may_board:
+            num_ended = sum([not engine.is_open(request_id) for request_id in {event.request_id for event in ended}])
             self._follow_ups.on_step(num_ended, now_s - step_start_s, now_s)
         if has_stepped and not engine.has_work and now_s >= self._next_check_s and self._inbox.empty():
             engine.check_invariants()
             self._next_check_s = now_s + IDLE_CHECK_INTERVAL_S
         if has_stepped and self.utilization is not None:
             end_s = time.monotonic()
-            self.utilization.on_turn(end_s - start_s, stats.num_running, end_s)
+            self.utilization.on_turn(end_s - start_s, engine.num_running, end_s)
         return is_open
+
+    def _take_stats(self, now_s: float) -> None:
+        self.stats = stats = self._engine.stats()
+        self._next_stats_s = now_s + STATS_INTERVAL_S
+        if stats.pacing is not None:
+            self._target_log.observe(stats.pacing)
 
     @property
     def _may_step(self) -> bool:
@@ -233,10 +241,7 @@ class EngineThread:
                 pass
             finally:
                 self.held_s += time.monotonic() - before_s
-        try:
-            return self._inbox.get_nowait()
-        except queue.Empty:
-            return None
+        return None if self._inbox.empty() else self._inbox.get_nowait()
 
     def _obey(self, message: _Submit | _Abort | _Stop | _Pause | _Describe, orders: _Orders) -> None:
         engine = self._engine
@@ -272,3 +277,7 @@ class _Orders:
     @property
     def has_news(self) -> bool:
         return bool(self.accepted_ids or self.rejected or self.progress)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.events) or self.has_news

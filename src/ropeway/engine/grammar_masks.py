@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ropeway.backends.batch import Int32Array, SampleBatch, Samples, TokenMasks
+from ropeway.backends.batch import Draws, Int32Array, SampleBatch, TokenMasks
 
 
 class Grammars(Protocol):
@@ -75,15 +75,16 @@ class GrammarMasks:
         filled = self._executor.submit(self._grammars.fill_masks, matchers, words)
         return PendingMasks(np.array(rows, dtype=np.int32), words, filled)
 
-    def accept(self, rows: Int32Array, slots: list[int], samples: Samples) -> list[int]:
+    def accept(self, rows: Int32Array, slots: list[int], samples: Draws) -> list[int]:
         """Goes on by the tokens drawn by the rows that have masks; those whose text is complete with them."""
         assert self._grammars is not None
         complete = []
+        token_ids, is_failed = samples.token_ids, samples.is_failed
         for row in rows.tolist():
             slot = slots[row]
-            if samples.is_failed[row]:
+            if is_failed[row]:
                 continue
-            if self._grammars.accept(self._matchers[slot], int(samples.token_ids[row])):
+            if self._grammars.accept(self._matchers[slot], int(token_ids[row])):
                 del self._matchers[slot]
                 complete.append(row)
         return complete

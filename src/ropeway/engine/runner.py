@@ -14,6 +14,7 @@ from ropeway._native import RowStore, StepRows
 from ropeway.backends.batch import (
     Backend,
     BlockTables,
+    Draws,
     Float32Array,
     ForwardBatch,
     Int32Array,
@@ -21,7 +22,6 @@ from ropeway.backends.batch import (
     LogprobRows,
     SampleBatch,
     SampleRows,
-    Samples,
 )
 from ropeway.core.params import Request
 from ropeway.core.plan import StepPlan, StepResult, TokenLogprobs
@@ -89,24 +89,24 @@ class Runner:
         if not sampled_ids:
             self._result = StepResult(plan.step_id, (), (), prompt_logprobs=prompt_logprobs)
             return
-        num_tops = {row: self._num_tops[slot] for row, slot in enumerate(sampled_slots) if slot in self._num_tops}
+        num_tops: dict[int, int] = {}
+        if self._num_tops:
+            num_tops = {row: self._num_tops[slot] for row, slot in enumerate(sampled_slots) if slot in self._num_tops}
         batch = self._sample_batch(rows, sampled_slots, logits_rows, masks, num_tops)
         samples = self._backend.sample(logits, batch)
-        self._store.append(rows, samples.token_ids, samples.is_failed)
-        token_ids, is_failed = samples.token_ids.tolist(), samples.is_failed.tolist()
+        token_ids = self._store.append(rows, samples)
         drawn_ids, failed_ids = sampled_ids, _NO_SEQUENCES
-        if any(is_failed):
-            is_drawn = [not has_failed for has_failed in is_failed]
+        if len(token_ids) < len(sampled_ids):
+            is_failed = samples.is_failed.tolist()
             failed_ids = tuple(compress(sampled_ids, is_failed))
-            drawn_ids = tuple(compress(sampled_ids, is_drawn))
-            token_ids = list(compress(token_ids, is_drawn))
+            drawn_ids = tuple([sequence_id for sequence_id in sampled_ids if sequence_id not in failed_ids])
         stopped_ids = _NO_SEQUENCES
         if masks is not None:
             complete = self._grammar_masks.accept(masks.rows, sampled_slots, samples)
             stopped_ids = tuple([sampled_ids[row] for row in complete])
         logprobs = _drawn_logprobs(num_tops, sampled_ids, samples, failed_ids) if num_tops else None
         self._result = StepResult(
-            plan.step_id, drawn_ids, tuple(token_ids), failed_ids, stopped_ids, logprobs, prompt_logprobs
+            plan.step_id, drawn_ids, token_ids, failed_ids, stopped_ids, logprobs, prompt_logprobs
         )
 
     def collect(self) -> StepResult:
@@ -131,7 +131,7 @@ class Runner:
                 self._store.clear_blocks(self._slot_of[sequence_id])
         for sequence_id in plan.finished_ids:
             self._forget(sequence_id)
-        slots = [self._slot(sequence_id) for sequence_id in plan.sequence_ids]
+        slots = self._slots(plan.sequence_ids)
         for group, grants in enumerate(plan.grants):
             if grants.block_ids:
                 self._store.grant(group, slots, grants.indptr, grants.block_ids)
@@ -143,8 +143,14 @@ class Runner:
             )
         return slots
 
+    def _slots(self, sequence_ids: tuple[int, ...]) -> list[int]:
+        """The slot of each sequence; one that is scheduled for the first time gets its own."""
+        try:
+            return [self._slot_of[sequence_id] for sequence_id in sequence_ids]
+        except KeyError:
+            return [self._slot(sequence_id) for sequence_id in sequence_ids]
+
     def _slot(self, sequence_id: int) -> int:
-        """The slot of a sequence; one that is scheduled for the first time gets its own."""
         slot = self._slot_of.get(sequence_id)
         if slot is not None:
             return slot
@@ -257,7 +263,7 @@ class Runner:
 
 
 def _drawn_logprobs(
-    num_tops: dict[int, int], sampled_ids: tuple[int, ...], samples: Samples, failed_ids: tuple[int, ...]
+    num_tops: dict[int, int], sampled_ids: tuple[int, ...], samples: Draws, failed_ids: tuple[int, ...]
 ) -> dict[int, TokenLogprobs]:
     """By sequence id, of the rows that ask and did not fail. num_tops: of the rows that ask, in order."""
     assert samples.logprobs is not None, "the backend gave no log-probabilities"

@@ -40,7 +40,7 @@ class StepShape:
         starts, counts = plan.starts, plan.num_tokens
         num_tokens = sum(counts)
         if plan.layer_slice is not None:
-            whole, share = StepShape.of(replace(plan, layer_slice=None)), 1.0 / plan.layer_slice.count
+            whole, share = StepShape.of(plan._replace(layer_slice=None)), 1.0 / plan.layer_slice.count
             start, n = starts[-1], counts[-1]
             num_pairs = n * start + n * (n + 1) // 2
             num_lone_pairs = num_pairs if n == 1 else 0

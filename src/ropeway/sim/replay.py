@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import compress
 
 from ropeway.core.decision_log import (
@@ -165,10 +165,9 @@ def _difference(recorded: Record, rebuilt: Record) -> str:
     if there is None or here is None:
         step = f"at {recorded.now_s:.6f} s" if there is None else f"in step {there.step_id}"
         return f"{step} the log has {_a_plan(there)} and the replay {_a_plan(here)}"
-    for field in fields(StepPlan):
-        was, now = getattr(there, field.name), getattr(here, field.name)
+    for name, was, now in zip(StepPlan._fields, there, here, strict=True):
         if was != now:
-            return f"step {there.step_id} differs in {field.name}: {_shortened(was)} in the log, {_shortened(now)} here"
+            return f"step {there.step_id} differs in {name}: {_shortened(was)} in the log, {_shortened(now)} here"
     return f"step {there.step_id} differs in its bytes: the log was written by another encoder"
 
 
