@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support.gated_engine import PROMPT, GatedBackend, engine_on, request, run_with_engine
 
+from ropeway.core.stats import EngineStats
+from ropeway.engine import engine_thread
 from ropeway.engine.async_engine import AsyncEngine
 from ropeway.engine.engine import Engine
 from ropeway.engine.engine_thread import EngineThread, StepNews
@@ -288,3 +291,30 @@ def test_books_that_do_not_add_up_are_found_when_the_engine_falls_idle(caplog: p
     assert [e.finish_reason for n in news for e in n.events][-1] == "length", "the answer came first"
     assert isinstance(news[-1].failure, AssertionError) and "miscounted" in str(news[-1].failure)
     assert "the engine failed and has stopped" in caplog.text
+
+
+@pytest.mark.parametrize(("interval_s", "is_each_step"), [(0.0, True), (1e9, False)])
+def test_gauges_are_looked_up_where_somebody_came_or_ended_or_after_a_while(
+    interval_s: float, is_each_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "STATS_INTERVAL_S", interval_s)
+    engine = engine_on(GatedBackend())
+    looked_at: list[int] = []
+    stats = engine.stats
+
+    def counted() -> EngineStats:
+        looked_at.append(stats().num_steps)
+        return stats()
+
+    monkeypatch.setattr(engine, "stats", counted)
+    news: list[StepNews] = []
+    thread = EngineThread(engine, news.append)
+    thread.submit(request("a"))
+    thread.start()
+    while not (news and news[-1].events and news[-1].events[-1].finish_reason):
+        time.sleep(0.001)
+    thread.close()
+    assert thread.join(10)
+    assert thread.stats.num_running == 0 and thread.stats.num_generation_tokens == 20
+    steps = [number for number in looked_at if 0 < number <= 20]
+    assert set(steps) == (set(range(1, 21)) if is_each_step else {1, 20})
