@@ -173,7 +173,6 @@ void bind_rows(nb::module_& m) {
   nb::class_<StepDraws>(m, "StepDraws", "What the sampled rows of a StepRows drew: a Samples.")
       .def_prop_ro("token_ids", [](const StepDraws& self) { return drawn_column(self, &SampleDraw::token_id); })
       .def_prop_ro("is_failed", [](const StepDraws& self) { return drawn_column(self, &SampleDraw::is_failed); })
-      .def_prop_ro("total_weights", [](const StepDraws& self) { return drawn_column(self, &SampleDraw::total_weight); })
       .def_prop_ro("logprobs", [](nb::handle) { return nb::none(); });
   nb::class_<RowStore>(m, "RowStore",
                        "Tokens, block tables and sampling parameters of sequences, by slot. Raises AssertionError for "

@@ -311,7 +311,9 @@ def test_gauges_are_looked_up_where_somebody_came_or_ended_or_after_a_while(
     thread = EngineThread(engine, news.append)
     thread.submit(request("a"))
     thread.start()
+    deadline_s = time.monotonic() + 10
     while not (news and news[-1].events and news[-1].events[-1].finish_reason):
+        assert time.monotonic() < deadline_s, "no answer"
         time.sleep(0.001)
     thread.close()
     assert thread.join(10)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropeway._native import RowStore, StepRows
+from ropeway._native import RowStore, Sampler, StepRows, ThreadPool
 from ropeway.backends.batch import Samples
 
 MAX_TOKENS, MAX_BLOCKS, BLOCK_SIZE = 25, 6, 4
@@ -197,3 +197,18 @@ def test_blocks_and_tokens_beyond_a_slot_are_refused() -> None:
     store.clear_blocks(1)
     with pytest.raises(AssertionError, match="lacks blocks"):
         gather(store, (1, 0, 2, True))
+
+
+def test_native_draws_are_taken_as_they_are() -> None:
+    """A row of which nothing can be drawn gets no token, and the others get theirs."""
+    store = row_store()
+    for slot in range(3):
+        store.begin(slot, (1, 2), **NEUTRAL)
+        store.grant(0, (slot,), (0, 1), (slot,))
+    step = gather(store, *[(slot, 0, 2, True) for slot in range(3)])
+    logits = np.array([[0, 1, 0, 0], [0, np.nan, 0, 0], [0, 0, 0, 1]], np.float32)
+    drawn = Sampler(ThreadPool(1), 4).draw_rows(logits, step)
+    assert drawn.token_ids[[0, 2]].tolist() == [1, 3] and drawn.is_failed.tolist() == [False, True, False]
+    assert drawn.logprobs is None
+    assert store.append(step, drawn) == (1, 3)
+    assert [store.tokens(slot) for slot in range(3)] == [(1, 2, 1), (1, 2), (1, 2, 3)]

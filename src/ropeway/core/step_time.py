@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 
 class StepWork(NamedTuple):
@@ -136,14 +136,13 @@ class StepTimeModel:
         # On a very busy machine what is timed may all be put down to one of them, be it the pairs.
         token_s = max(prior.token_s, prior.later_token_s, prior.row_s, prior.fixed_s / 1024, prior.pair_s)
         scales = [max(cost, plausible * token_s) for cost, plausible in zip(given, PLAUSIBLE, strict=True)]
-        self._scales = _six(scales)
-        self._multiples = _six([cost / scale for cost, scale in zip(given, scales, strict=True)])
-        own = PRIOR_DEVIATION**2
+        self._scales = cast(Six, tuple(scales))
+        self._multiples = cast(Six, tuple([cost / scale for cost, scale in zip(given, scales, strict=True)]))
         # Of the symmetric matrix, the rows from their diagonals on. Compiled, tuples of a fixed length hold their
         # numbers in place: floats on the heap are fetched anew after each forward pass.
-        self._covariance: Triangle = (
-            own, 0.0, 0.0, 0.0, 0.0, 0.0, own, 0.0, 0.0, 0.0, 0.0, own, 0.0, 0.0, 0.0, own, 0.0, 0.0, own, 0.0, own
-        )  # fmt: skip
+        self._covariance = _triangle(
+            [[PRIOR_DEVIATION**2 * (i == j) for j in range(NUM_COSTS)] for i in range(NUM_COSTS)]
+        )
         self._noise = FIRST_NOISE**2
         self._num_outliers = 0  # in a row; negative where steps were faster
         self.costs = prior
@@ -181,29 +180,26 @@ class StepTimeModel:
         total = spread + drift + self._noise
         h0, h1, h2, h3, h4, h5 = g0 / total, g1 / total, g2 / total, g3 / total, g4 / total, g5 / total
         own = OWN_DRIFT**2
+        v0, v1, v2 = c00 + d0 * m0 - g0 * h0 + own, c11 + d1 * m1 - g1 * h1 + own, c22 + d2 * m2 - g2 * h2 + own
+        v3, v4, v5 = c33 + d3 * m3 - g3 * h3 + own, c44 + d4 * m4 - g4 * h4 + own, c55 + d5 * m5 - g5 * h5 + own
         self._covariance = (
-            c00 + d0 * m0 - g0 * h0 + own, c01 + d0 * m1 - g0 * h1, c02 + d0 * m2 - g0 * h2, c03 + d0 * m3 - g0 * h3,
+            v0, c01 + d0 * m1 - g0 * h1, c02 + d0 * m2 - g0 * h2, c03 + d0 * m3 - g0 * h3,
             c04 + d0 * m4 - g0 * h4, c05 + d0 * m5 - g0 * h5,
-            c11 + d1 * m1 - g1 * h1 + own, c12 + d1 * m2 - g1 * h2, c13 + d1 * m3 - g1 * h3, c14 + d1 * m4 - g1 * h4,
+            v1, c12 + d1 * m2 - g1 * h2, c13 + d1 * m3 - g1 * h3, c14 + d1 * m4 - g1 * h4,
             c15 + d1 * m5 - g1 * h5,
-            c22 + d2 * m2 - g2 * h2 + own, c23 + d2 * m3 - g2 * h3, c24 + d2 * m4 - g2 * h4, c25 + d2 * m5 - g2 * h5,
-            c33 + d3 * m3 - g3 * h3 + own, c34 + d3 * m4 - g3 * h4, c35 + d3 * m5 - g3 * h5,
-            c44 + d4 * m4 - g4 * h4 + own, c45 + d4 * m5 - g4 * h5,
-            c55 + d5 * m5 - g5 * h5 + own,
+            v2, c23 + d2 * m3 - g2 * h3, c24 + d2 * m4 - g2 * h4, c25 + d2 * m5 - g2 * h5,
+            v3, c34 + d3 * m4 - g3 * h4, c35 + d3 * m5 - g3 * h5,
+            v4, c45 + d4 * m5 - g4 * h5,
+            v5,
         )  # fmt: skip
         m0, m1, m2 = m0 + h0 * error, m1 + h1 * error, m2 + h2 * error
         m3, m4, m5 = m3 + h3 * error, m4 + h4 * error, m5 + h5 * error
         self._multiples = (m0, m1, m2, m3, m4, m5)
-        if min(m0, m1, m2, m3, m4, m5) < 0.0 or self._largest_variance > MAX_DEVIATION**2:
+        if min(m0, m1, m2, m3, m4, m5) < 0.0 or max(v0, v1, v2, v3, v4, v5) > MAX_DEVIATION**2:
             self._bound()
             m0, m1, m2, m3, m4, m5 = self._multiples
         self.costs = StepCosts(m0 * s0, m1 * s1, m2 * s2, m3 * s3, m4 * s4, m5 * s5)
         return predicted_s
-
-    @property
-    def _largest_variance(self) -> float:
-        covariance = self._covariance
-        return max(covariance[0], covariance[6], covariance[11], covariance[15], covariance[18], covariance[20])
 
     def _common_drift(self, error: float, limit: float) -> float:
         """The drift to allow for: far more than usual where outliers keep coming from one side: the speed changed."""
@@ -235,19 +231,12 @@ class StepTimeModel:
             for j in range(NUM_COSTS):  # it is 0 for now, so the others owe it nothing
                 if j != i:
                     covariance[i][j] = covariance[j][i] = 0.0
-        self._multiples = _six(multiples)
-        kept = [covariance[i][j] for i, j in combinations_with_replacement(range(NUM_COSTS), 2)]
-        (
-            c00, c01, c02, c03, c04, c05, c11, c12, c13, c14, c15, c22, c23, c24, c25, c33, c34, c35, c44, c45, c55
-        ) = kept  # fmt: skip
-        self._covariance = (
-            c00, c01, c02, c03, c04, c05, c11, c12, c13, c14, c15, c22, c23, c24, c25, c33, c34, c35, c44, c45, c55
-        )  # fmt: skip
+        self._multiples = cast(Six, tuple(multiples))
+        self._covariance = _triangle(covariance)
 
 
-def _six(values: list[float]) -> Six:
-    v0, v1, v2, v3, v4, v5 = values
-    return v0, v1, v2, v3, v4, v5
+def _triangle(matrix: list[list[float]]) -> Triangle:
+    return cast(Triangle, tuple([matrix[i][j] for i, j in combinations_with_replacement(range(NUM_COSTS), 2)]))
 
 
 def _amounts(work: StepWork) -> Six:

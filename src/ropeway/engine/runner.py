@@ -147,7 +147,7 @@ class Runner:
         """The slot of each sequence; one that is scheduled for the first time gets its own."""
         try:
             return [self._slot_of[sequence_id] for sequence_id in sequence_ids]
-        except KeyError:
+        except KeyError:  # in most steps there is none
             return [self._slot(sequence_id) for sequence_id in sequence_ids]
 
     def _slot(self, sequence_id: int) -> int:
